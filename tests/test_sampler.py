@@ -13,8 +13,8 @@ import pytest
 from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
-    arm_spans, best_probe, _cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, _longest_idle, nvml_probe,
-    _Process, Sample, Sampler, summarise, summarise_arms, _visible_cards)
+    arm_spans, best_probe, _cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, nvml_probe, _Process,
+    Sample, Sampler, summarise, summarise_arms, _visible_cards)
 
 def gpu_trace(*curves, step=.1):
     "One GPU per curve."
@@ -25,8 +25,7 @@ def gpu_trace(*curves, step=.1):
 def driver(monkeypatch):
     "A made-up driver with two cards; its readings can be replaced by errors."
     state = SimpleNamespace(count=2, use={0: 10, 1: 80}, power={0: 50_000, 1: 300_500}, fail={}, asked=[],
-                            now=100.,
-                            tells=set(),
+                            now=100., tells=set(),
                             activity={'SM_UTIL': 60., 'ANY_TENSOR_UTIL': 40., 'PCIE_RX_PER_SEC': 2.},
                             processes={0: [], 1: []}, process_use={0: [], 1: []}, since=[])
     def read(name, value):
@@ -71,17 +70,14 @@ def test_nvml_units(driver):
                       GPU(1, 'Card 1', 80., 2 << 30, 8 << 30, 300.5, 41, 1501, **bus))
     assert s.error is None and s.cpu.memory_total == psutil.virtual_memory().total
 
-@pytest.mark.parametrize('name, field, code', [
-    ('UtilizationRates', 'utilisation', pynvml.NVML_ERROR_NOT_SUPPORTED),
-    ('MemoryInfo', 'memory_used', pynvml.NVML_ERROR_NO_PERMISSION),
-    ('PowerUsage', 'power', pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)])
-def test_nvml_what_a_card_does_not_offer_is_none(driver, name, field, code):
-    driver.fail[name, 0] = code
-    first, second = nvml_probe()().gpus
-    assert getattr(first, field) is None and getattr(second, field) is not None
-
-def test_nvml_a_lost_card_keeps_its_neighbour(driver):
+def test_nvml_what_a_card_does_not_offer_is_none_and_a_lost_card_keeps_its_neighbour(driver):
+    fields = {'UtilizationRates': 'utilisation', 'MemoryInfo': 'memory_used', 'PowerUsage': 'power'}
+    codes = pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION
+    driver.fail = dict(zip(((name, 0) for name in fields), (*codes, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)))
     probe = nvml_probe()
+    first, second = probe().gpus
+    for field in fields.values():
+        assert getattr(first, field) is None and getattr(second, field) is not None
     driver.fail['UtilizationRates', 0] = pynvml.NVML_ERROR_GPU_IS_LOST
     s = probe()
     assert s.gpus[0] == GPU(0, 'Card 0') and s.gpus[1].utilisation == 80 and s.error.startswith('GPU 0: ')
@@ -197,16 +193,13 @@ def test_seconds_of_a_control_group(tmp_path, monkeypatch, files, seconds):
     wall, _, total, busy = sampler._cpu_clocks()()
     assert (total == .5 * wall and busy == seconds) == (seconds is not None)
 
-@pytest.mark.parametrize('values, longest', [([0, 0, 0, 0], 3), ([9, 0, 0, 9], 2), ([9, 4.9, 9, 5], 1),
-                                             ([0, 0, np.nan, 0], 1), ([], 0)])
-def test_longest_idle(values, longest):
-    assert _longest_idle(np.arange(len(values), dtype=float), np.array(values, float)) == longest
-
 def test_summary_numbers_of_each_device():
     devices = summarise(gpu_trace(list(np.arange(101.)), [0.] * 101))['devices']
     d, idle = devices['GPU 0'], devices['GPU 1']
     assert [d[k] for k in ('min', 'p50', 'p95', 'max', 'mean', 'idle_share')] == [0, 50, 95, 100, 50, 5 / 101]
     assert idle['mean'] == 0 and idle['idle_share'] == 1 and idle['longest_idle_s'] == pytest.approx(10)
+    gaps = summarise(gpu_trace([0., 0., 9., 4.9, 4.9, None, 4.9], step=1.))['devices']['GPU 0']
+    assert gaps['longest_idle_s'] == 2   # between 9 and the gap
     used = summarise([Sample(5. + i, (GPU(0, 'a', 1., n, 9),)) for i, n in enumerate((3, 7, None, 5))])
     assert used['seconds'] == 3 and used['devices']['GPU 0']['memory_max'] == 7
 

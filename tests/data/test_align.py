@@ -9,8 +9,7 @@ from xtts_nb.app.demo_corpus import _DEMO_SENTENCES
 from xtts_nb.config import UserError
 from xtts_nb.data.align import (
     align, _comparable, _find_pauses, _fit_words, _found_sentences, _measure_file, _measure_sound,
-    _read_paragraphs,
-    _speak_sentences, _spoken_sentence, _text_sentences, _without_foreign)
+    _read_paragraphs, _speak_sentences, _spoken_sentence, _text_sentences, _without_foreign)
 from xtts_nb.data.espeak import speak, VOICES
 
 RATE = 22050
@@ -118,12 +117,7 @@ def test_where_there_is_no_full_stop(tmp_path):
 
 # --- sound --------------------------------------------------------------------------------------------------
 
-def test_bands_are_the_same_at_each_rate():
-    sine = lambda f, rate: np.sin(2 * np.pi * f * np.arange(rate) / rate).astype(np.float32)
-    tones = lambda rate: [_measure_sound(sine(f, rate), rate).mel[5].argmax() for f in (300, 1000, 3000)]
-    assert all(tones(rate) == tones(22050) for rate in (8000, 11025, 48000))
-
-@pytest.mark.parametrize('rate', [8000, 22050, 44100])
+@pytest.mark.parametrize('rate', [8000, 44100])
 def test_pauses(tmp_path, rate):
     "Half a second of noise, then pauses of 0.3, 0.05 and 0.5 s between such noises; also read in blocks."
     rng, quiet = np.random.default_rng(0), 1e-4

@@ -8,19 +8,18 @@ import pytest
 import soundfile
 import tensorflow as tf
 
-from xtts_nb.config import AudioConfig, SpeakerConfig, UserError
+from xtts_nb.config import AudioConfig, UserError
 from xtts_nb.data.audio import (
     _LOG_FLOOR, _audio_seconds, _check_native, decode_wav, _frame_count, griffin_lim, load_audio, log_mel,
-    log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, speaker_log_mel,
-    synthetic_voice, _wav_bytes, _wav_header)
+    log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, synthetic_voice, _wav_bytes,
+    _wav_header)
 
-RATE, TONE = 22050, 440.
+RATE = 22050
 AUDIO = AudioConfig()
 VOICE = synthetic_voice(3., sample_rate=48000)
 
 
-def tone(seconds=1.0, rate=RATE, hz=TONE):
-    return 0.5 * np.sin(2 * np.pi * hz * np.arange(int(seconds * rate)) / rate)
+def tone(): return 0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
 
 
 # --- reading ----------------------------------------------------------------------------------------
@@ -30,16 +29,11 @@ def test_channels_are_averaged_unless_they_cancel_out(tmp_path):
     soundfile.write(tmp_path / 'b.wav', np.stack([tone(), -tone()], 1), RATE, subtype='FLOAT')
     assert np.allclose(load_audio(tmp_path / 'a.wav'), tone() / 2, atol=1e-6)
     assert np.allclose(load_audio(tmp_path / 'b.wav'), tone(), atol=1e-6)
-    (tmp_path / 'loud.wav').write_bytes(wav_of([0., 8., -8.]))
+    soundfile.write(tmp_path / 'loud.wav', np.array([0., 8., -8.]), RATE, 'FLOAT')
     assert load_audio(tmp_path / 'loud.wav').tolist() == [0, 1, -1]
     wav = np.random.default_rng(0).integers(-9, 9, (2**19 + 1, 2), np.int16)   # more than a block
     soundfile.write(tmp_path / 'c.wav', wav, RATE)
     assert np.array_equal(load_audio(tmp_path / 'c.wav'), np.float32(wav.mean(1) / 32768))
-
-def wav_of(samples, rate=RATE):
-    file = io.BytesIO()
-    soundfile.write(file, np.array(samples), rate, 'FLOAT', format='WAV')
-    return file.getvalue()
 
 
 # --- every recording to its end -----------------------------------------------------------------------
@@ -126,7 +120,7 @@ def windowed_sinc(wav, old, new, crossings=6, rolloff=0.99):
     window = np.where(np.abs(t) < crossings, np.cos(np.pi * t / (2 * crossings))**2, 0)
     return (np.sinc(t) * window * cutoff / old) @ wav
 
-@pytest.mark.parametrize('samples', [1, 160, 701])
+@pytest.mark.parametrize('samples', [1, 701])
 @pytest.mark.parametrize('old, new', [(22050, 16000), (48000, 22050), (8000, 24000), (44100, 22050)])
 def test_resampling_is_the_defining_sum(samples, old, new):
     wav = np.random.default_rng(samples).uniform(-1, 1, (2, samples)).astype(np.float32)
@@ -149,11 +143,6 @@ def test_written_sound_is_scaled_rather_than_clipped_and_calls_no_python(monkeyp
     monkeypatch.undo()
     assert [soundfile.info(tmp_path / name).frames for name in ('none', 'one', 'long')] == [0, 1, 22050]
     assert np.allclose(load_audio(tmp_path / 'long'), 2 * tone(), atol=1e-3)
-
-def test_the_synthetic_voice_is_the_same_in_every_release():
-    "Recorded times and scores were taken on it."
-    first = [-0.018358, -0.155355, 0.0118, -0.063861, -0.008241, 0.013919, -0.031782, 0.001817, -0.00636]
-    assert np.allclose(synthetic_voice(0.5)[500:10000:1111], first, atol=1e-6)
 
 
 # --- wav files in a graph -------------------------------------------------------------------------------
@@ -180,8 +169,7 @@ READ = {'plain': _wav_bytes(SAMPLES), 'of libsndfile': encoded(), 'a chunk befor
 REFUSED = {'24 bits': encoded(subtype='PCM_24'), 'float': encoded(subtype='FLOAT'),
            'AVI': chunk(b'RIFF', b'AVI '),
            'extensible': encoded(format='WAVEX'), 'stereo': wav_file(DATA, channels=2), 'empty': b'',
-           'mu-law': encoded(subtype='ULAW'), 'rate': wav_file(DATA, rate=44100), '4 bytes': b'RIFF',
-           'FLAC': encoded(format='FLAC'), 'RF64': encoded(format='RF64'),
+           'rate': wav_file(DATA, rate=44100), 'FLAC': encoded(format='FLAC'), 'RF64': encoded(format='RF64'),
            'cut off': _wav_bytes(SAMPLES)[:-500], 'RIFX': wav_file(DATA, mark=b'RIFX'),
            'no data': wav_file(NOTE), 'chunks': wav_file(NOTE, NOTE, DATA), 'none': _wav_bytes(SAMPLES[:0]),
            'a chunk beyond': wav_file(b'LIST' + struct.pack('<I', 2**32 - 16), DATA),
@@ -246,20 +234,6 @@ def test_the_mel_by_its_definition(audio, n_fft):
     mirrored = np.pad(wav, n_fft // 2, 'reflect')
     assert np.allclose(log_mel(mirrored, n_fft, audio, mirror=False), right, atol=1e-3)
 
-TINY = SpeakerConfig(n_fft=64, win_length=40, hop_length=16, n_mels=5, pre_emphasis=0.5)
-
-@pytest.mark.parametrize('speaker', [SpeakerConfig(), TINY], ids=['XTTS', 'tiny'])
-def test_the_mel_of_the_speaker_encoder_by_its_definition(speaker):
-    wav, n_fft = np.random.default_rng(0).normal(size=1500), speaker.n_fft
-    turn = 2 * np.pi * np.arange(speaker.win_length) / speaker.win_length
-    window = centred(0.54 - 0.46 * np.cos(turn), n_fft)   # Hamming's
-    sharp = wav - speaker.pre_emphasis * np.concatenate([wav[1:2], wav[:-1]])
-    power = np.abs(np.fft.rfft(frames_of(sharp, n_fft, speaker.hop_length) * window))**2
-    height, _ = triangles(n_fft, speaker.sample_rate, speaker.n_mels, speaker.sample_rate / 2)
-    right = np.log(power @ height + 1e-6)
-    assert np.allclose(speaker_log_mel(np.stack([0 * wav, wav]), speaker)[1], right, atol=1e-3)
-    assert np.allclose(speaker_log_mel(np.zeros(500, np.float32), speaker), np.log(1e-6))
-
 @pytest.mark.parametrize('samples, n_fft', [(1, 1024), (255, 1024), (512, 1024), (600, 2048), (1024, 2048)])
 def test_a_clip_shorter_than_half_a_window_has_its_frames_or_is_refused(samples, n_fft):
     "Never quietly fewer frames than `_frame_count` says, or none."
@@ -280,15 +254,6 @@ def test_a_mel_of_any_length_and_level_sounds_without_a_new_trace():
     before = griffin_lim.experimental_get_tracing_count()
     for level in (-100., _LOG_FLOOR, 0.):
         assert np.isfinite(griffin_lim(tf.fill((40, 80), float(level)), iterations=3)).all()
+    again = log_mel(griffin_lim(mel, iterations=3), AUDIO.dvae_n_fft)
+    assert np.abs(again - mel)[4:-4].mean() < 0.3   # 0.8 without an iteration
     assert griffin_lim.experimental_get_tracing_count() == before
-    error = lambda n: np.abs(log_mel(griffin_lim(mel, iterations=n), AUDIO.dvae_n_fft) - mel)[4:-4].mean()
-    assert error(16) < 0.5 and error(16) < 0.7 * error(0)
-
-def test_recorded_speech(speech):
-    "Every file that is there can be read, and its mels agree."
-    files = sorted(speech.rglob('*.wav'))[:3]
-    assert files
-    for path in files:
-        wav = load_audio(path)
-        assert np.abs(wav).max() > 0.01
-        assert np.abs(log_mel(wav, 2048).numpy() - log_mel_numpy(wav.astype(np.float64), 2048)).max() < 1e-2

@@ -11,15 +11,15 @@ import tensorflow as tf
 
 from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import cache as cache_module
-from xtts_nb.data.audio import log_mel, save_audio, synthetic_voice
+from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.cache import (
     ARRAYS, Cache, _InFiles, _InMemory, _clip_limits, left_out_line, map_arrays, _read_manifest,
-    _verify_cache,
-    _within_limits, _write_manifest, _write_shard, _write_table)
+    _verify_cache, _within_limits, _write_manifest, _write_shard, _write_table)
 from xtts_nb.data.corpora import _read_audio, read_corpus
 from xtts_nb.data.native import BatchPlan, WavReader, batches_of, cached_batches, _reader_of
-from xtts_nb.data.prepare import ClipEncoder, lesson_cache, mel_sample, prepare, verify_and_fix_cache
+from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare, verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
+from xtts_nb.models.dvae import load_dvae
 
 
 # --- what is dropped ----------------------------------------------------------------------------------
@@ -54,13 +54,7 @@ def test_bad_clips_are_dropped_with_their_reason_as_far_as_is_allowed(mixed, sma
     assert report['clips'] == 3 and dropped.keys() == DROPPED.keys()
     assert all(DROPPED[k] in dropped[k] for k in DROPPED), dropped
     assert not any(str(mixed) in r or '\n' in r for r in dropped.values())
-    text = (tmp_path / 'out/report.txt').read_text()
-    assert all(f'{k}: {dropped[k]}' in text for k in DROPPED)
     assert [c['id'] for c in Cache(tmp_path / 'out').clips] == ['good-0', 'good-1', 'good-2']
-    (mixed / 'metadata.csv').write_text('nobody|a|a|low|en\nempty|aa|aa|low|en')
-    with pytest.raises(UserError, match='none of the 2 clips can be used'):
-        prepare(mixed, tmp_path / 'none', allow(1.), dvae)
-    assert not any(tmp_path.glob('none*'))
 
 def test_mels_to_train_on_are_drawn_until_there_are_enough(corpus, mixed, small):
     clips, seen = read_corpus(corpus)[0], []
@@ -77,21 +71,18 @@ def test_mels_to_train_on_are_drawn_until_there_are_enough(corpus, mixed, small)
 
 # --- reading ------------------------------------------------------------------------------------------
 
-def test_arrays_are_those_of_the_clips_in_memory_and_mapped(corpus, small, dvae, stats, prepared):
-    from xtts_nb.models.dvae import load_dvae
+def test_arrays_are_those_of_the_clips_in_memory_and_mapped(corpus, small, prepared):
+    "Made by the DVAE that is stored with them; of two shards."
     clips, mapped = read_corpus(corpus)[0], Cache(prepared.folder, in_memory=False)
-    stored = load_dvae(prepared.folder / 'dvae.safetensors', prepared.config)
-    encoders = [ClipEncoder(small, net, prepared.tokenizer) for net in (dvae, stored)]
+    dvae = load_dvae(prepared.folder / 'dvae.safetensors', prepared.config)
+    encode = ClipEncoder(small, dvae, prepared.tokenizer)
     assert len(prepared) == len(clips) == 14 and len(prepared.manifest['shards']) == 3
-    for i, (clip, wav) in enumerate(_read_audio(clips, small)):
-        made = encoders[i == 0](clip, wav)   # the DVAE of the cache makes its codes
+    for i, (clip, wav) in enumerate(_read_audio(clips[:6], small)):
+        made = encode(clip, wav)
         for kind, dtype in ARRAYS.items():
             for cache in (prepared, mapped):
                 found = cache.array(kind, i)
                 assert found.dtype == dtype and np.array_equal(found, np.asarray(made[kind], dtype))
-        assert len(made['codes']) == -(-len(wav) // 1024) and len(made['mel']) == 1 + len(wav) // 256
-        voice = log_mel(wav, 2048).numpy() / stats
-        assert np.abs(prepared.array('mel', i).astype(np.float32) - voice).max() < 2e-3
     assert list(mapped.clips) == list(prepared.clips) and mapped.clips[-1] == mapped.clips[13]
     assert [mapped.speakers[n] for n in mapped.speaker] == [c['speaker'] for c in mapped.clips]
     assert (mapped.samples / 22050).round(4).tolist() == [c['seconds'] for c in mapped.clips]
@@ -104,20 +95,23 @@ def record(i, **changes):
 
 def test_more_shards_than_files_may_be_open(tmp_path):
     many, limit = 300, resource.getrlimit(resource.RLIMIT_NOFILE)
-    lines = [_write_shard(tmp_path / f'{i}', [record(i)]) for i in range(many)]
+    lines = [_write_shard(tmp_path / f'{i}', [record(i)]) for i in range(10)]
+    for i in range(10, many): os.link(tmp_path / f'{i % 10}', tmp_path / f'{i}')
     class Mapped(Cache):
         __init__, __len__, check_unchanged = object.__init__, lambda self: many, lambda self: None
     cache = Mapped()
-    cache.folder, cache.manifest = tmp_path, {'shards': lines, 'stored': ['codes']}
+    shards = [lines[i % 10] | {'file': f'{i}'} for i in range(many)]
+    cache.folder, cache.manifest = tmp_path, {'shards': shards, 'stored': ['codes']}
     cache.codes_start, cache.codes_length = np.arange(many) * 4, np.full(many, 4)
     cache._open()
     used = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else 64
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 270, limit[1]))
     try:
-        assert [int(cache.array('codes', i)[0]) for i in range(many)] == [i % 32 for i in range(many)]
-        rows = _InFiles(cache, ('codes',))('codes', np.arange(many) * 4, np.full(many, 4), 4)   # in a graph
+        assert [int(cache.array('codes', i)[0]) for i in range(many)] == [i % 10 for i in range(many)]
+        some = np.arange(3, many, 42)
+        rows = _InFiles(cache, ('codes',))('codes', some * 4, np.full(len(some), 4), 4)   # as in a graph
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    assert rows[:, 0].numpy().tolist() == [i % 32 for i in range(many)]
+    assert rows[:, 0].numpy().tolist() == (some % 10).tolist()
 
 
 # --- damage -------------------------------------------------------------------------------------------
@@ -147,21 +141,15 @@ def test_what_is_damaged_is_found_and_not_opened(copy, how):
         assert checked == 1 and (problem['file'], problem['clip']) == ('manifest.json', '')
         with pytest.raises(UserError, match='manifest.json'): Cache(copy)
 
-def test_a_whole_cache_has_no_problem_but_what_belongs_to_nothing(copy, tmp_path):
+def test_a_whole_cache_has_no_problem_but_what_belongs_to_nothing(copy):
     seen = []
     checked, problems = _verify_cache(copy, lambda *done: seen.append(done))
     assert problems == [] and checked == 14 + len(list(copy.iterdir())) - 4   # 3 shards, the page
     assert seen == [(5, 14), (10, 14), (14, 14)]
+    shutil.copy(copy / 'shard-00002.safetensors', copy / 'shard-00003.safetensors')
     (copy / 'notes.txt').write_text('mine')
-    assert [(p['file'], p['problem']) for p in _verify_cache(copy)[1]] == [('notes.txt',
-                                                                            'belongs to nothing')]
-    (copy / 'notes.txt').unlink()
-    facts = {k: v for k, v in _read_manifest(copy).items() if k not in ('format', 'files')}
-    _write_table(copy, [])   # without clips, no shard belongs to anything
-    for i in range(3): (copy / f'shard-0000{i}.safetensors').rename(tmp_path / f'shard-0000{i}.safetensors')
-    _write_manifest(copy, facts | {'shards': []})
-    for i in range(3): (tmp_path / f'shard-0000{i}.safetensors').rename(copy / f'shard-0000{i}.safetensors')
-    assert [p['file'] for p in _verify_cache(copy)[1]] == [f'shard-0000{i}.safetensors' for i in range(3)]
+    assert [(p['file'], p['problem']) for p in _verify_cache(copy)[1]] == [
+        (name, 'belongs to nothing') for name in ('notes.txt', 'shard-00003.safetensors')]
 
 WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'),
          'a code too high': ({'codes': [0, 1, 2, 32]}, 'codes go beyond the 32'),
@@ -202,14 +190,6 @@ def test_limits_to_the_sample_and_the_token():
         'fake: 4 of 6 clips are left out: 2 shorter than data.min_seconds 1.0, '
         '1 longer than data.max_seconds 2.00001, 2 of more text tokens than data.max_text_tokens 8.')
 
-def test_batches_from_files_are_those_from_memory(prepared, small):
-    caches = Cache(prepared.folder, ram_budget=1.), Cache(prepared.folder, False)
-    memory, files = (BatchPlan(cache, small.data) for cache in caches)
-    assert isinstance(_reader_of(memory).rows, _InMemory) and isinstance(_reader_of(files).rows, _InFiles)
-    for a, b in zip(*(cached_batches(plan, 3, 15) for plan in (memory, files)), strict=True):
-        assert a.keys() == b.keys()
-        assert all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
-
 def address(array) -> int: return np.asarray(array).__array_interface__['data'][0]
 
 def test_the_arrays_of_a_cache_are_in_memory_once_and_on_the_host(prepared, small):
@@ -232,9 +212,7 @@ def test_the_arrays_of_a_cache_are_in_memory_once_and_on_the_host(prepared, smal
         assert lists and users
         assert {n.device for n in lists + users if n.op != 'StridedSlice'} == {'/device:CPU:0'}
 
-def test_the_budget_decides_where_nothing_else_does(tmp_path, small, prepared):
-    frugal = small.replace(data={'ram_budget': 0.})
-    assert lesson_cache(tmp_path, frugal, clips=1).held == 0   # as its own settings say
+def test_the_budget_decides_where_nothing_else_does(prepared):
     size = sum(line['bytes'] for line in prepared.manifest['shards'])
     assert prepared.held == sum(getattr(prepared, kind).nbytes for kind in ARRAYS)
     for budget, held in ((size - 1, 0), (size, prepared.held)):
@@ -249,17 +227,20 @@ def replaced(copy, corpus, small, tokenizer):
     "Replaces the cache `copy` by one with other codes and files of the same sizes."
     return lambda: prepare(corpus, copy, small, fake_dvae.Fake(gain=2.), tokenizer, shard_clips=5)
 
-@pytest.mark.parametrize('in_memory', [True, False], ids=['in memory', 'mapped'])
-def test_a_plan_goes_on_with_the_cache_that_it_was_made_of(copy, replaced, small, in_memory):
-    plan = BatchPlan(Cache(copy, in_memory), small.data)
-    before = [{k: v.numpy() for k, v in batch.items()} for batch in cached_batches(plan, 0, 8)]
-    batches = iter(cached_batches(plan, 0, 8))
-    seen = [next(batches)]
+def test_a_plan_goes_on_with_the_cache_that_it_was_made_of(copy, replaced, small):
+    "In memory or from files, whose batches are the same."
+    plans = [BatchPlan(Cache(copy, in_memory), small.data) for in_memory in (True, False)]
+    assert [type(_reader_of(plan).rows) for plan in plans] == [_InMemory, _InFiles]
+    batch = lambda plan, step: _reader_of(plan)(tf.constant(step, tf.int64))
+    before = [batch(plans[0], step) for step in range(8)]
+    sources = [iter(cached_batches(plan, 0, 8)) for plan in plans]
+    seen = [[next(source)] for source in sources]
     replaced()
-    seen += list(batches)
-    assert len(seen) == 8 and all(np.array_equal(a[k], b[k]) for a, b in zip(before, seen) for k in a)
-    after = next(iter(cached_batches(BatchPlan(Cache(copy), small.data))))
-    assert not np.array_equal(after['codes'], before[0]['codes'])
+    for some, source in zip(seen, sources):
+        for a, b in zip(before, [*some, *source], strict=True):
+            assert a.keys() == b.keys()
+            assert all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+    assert not np.array_equal(batch(BatchPlan(Cache(copy), small.data), 0)['codes'], before[0]['codes'])
 
 def test_what_is_opened_after_the_cache_was_replaced_is_refused(copy, replaced, small, monkeypatch):
     mapped, plan = Cache(copy, in_memory=False), BatchPlan(Cache(copy), small.data)

@@ -14,9 +14,8 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import corpora
 from xtts_nb.data.audio import load_audio, resample, save_audio, synthetic_voice
 from xtts_nb.data.corpora import (
-    Clip, _Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE,
-    _LONGEST_TEXT, _measure_clip, _read_audio, read_corpus, _read_rows, _reason_kind, report_text,
-    summary, synthetic_corpus, visible)
+    Clip, _Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE, _measure_clip,
+    _read_audio, read_corpus, _read_rows, _reason_kind, report_text, summary, synthetic_corpus, visible)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.data.text import clean
 
@@ -63,14 +62,13 @@ BAD_ROWS = [   # line 2, id, what the reason names
     ('nobody|a|a', 'nobody', 'wavs/nobody.wav is missing'), ('x' * 300 + '|a|a', 'x' * 300, 'missing'),
     ('lo\0w|a|a', 'lo\0w', r'wavs/lo\x00w.wav is missing'), ('folder|a|a', 'folder', 'wav is a folder'),
     ('pipe|a|a', 'pipe', 'not a regular file'), ('device|a|a', 'device', 'not a regular file'),
-    ('circle|a|a', 'circle', 'leads back to itself'), ('circle2|a|a', 'circle2', 'leads back to itself'),
-    ('nowhere|a|a', 'nowhere', 'missing'), ('../low-1|a|a', '../low-1', 'leaves the corpus folder'),
-    ('a/../../low-1|a|a', 'a/../../low-1', 'leaves'), ('..\\x|a|a', '..\\x', 'leaves'),
+    ('circle|a|a', 'circle', 'leads back to itself'), ('nowhere|a|a', 'nowhere', 'missing'),
+    ('../low-1|a|a', '../low-1', 'leaves the corpus folder'), ('..\\x|a|a', '..\\x', 'leaves'),
+    ('a/../../low-1|a|a', 'a/../../low-1', 'leaves'),
     ('/etc/passwd|a|a', '/etc/passwd', 'leaves the corpus folder'), ('low-1| | ', 'low-1', 'empty'),
     ('low-1|""|«»', 'low-1', 'empty'), ('low-1|\x01\x02|\x03', 'low-1', 'empty'),
     ('low-1|x|\u200f\u200f', 'low-1', 'empty'), ('low-1|...|...', 'low-1', 'no letter or digit: ...'),
     ('low-1|a|😀', 'low-1', 'no letter'),
-    (f'low-1|a|{"word " * _LONGEST_TEXT}', 'low-1', '49,999 characters'),
     (f'low-1|a|{"a" * (_LONGEST_LINE + 9)}', 'low-1', 'characters, more than'),
     ('low-1|a|sch�n', 'low-1', 'not UTF-8: "sch'), ('low-1|a|a|low|English', 'low-1', '"English"'),
     ('low-1|a|a|low|e\x1bn', 'low-1', r'"e\x1bn"')]
@@ -81,7 +79,7 @@ def test_a_bad_row_is_dropped_with_its_reason(folder, line, name, reason):
     (wavs / 'folder.wav').mkdir()
     os.mkfifo(wavs / 'pipe.wav')
     (wavs / 'device.wav').symlink_to('/dev/zero')
-    links = {'circle': 'circle', 'circle2': 'circle3', 'circle3': 'circle2', 'nowhere': 'gone'}
+    links = {'circle': 'round', 'round': 'circle', 'nowhere': 'gone'}
     for link, to in links.items(): (wavs / f'{link}.wav').symlink_to(wavs / f'{to}.wav')
     clips, dropped = read(folder, '\n'.join([LINE, line, 'low-2|cc|cc']))
     assert [c.id for c in clips] == ['low-0', 'low-2'] and list(dropped) == [name]
@@ -101,18 +99,16 @@ def test_bytes_that_are_not_utf8_cost_their_row(folder):
     assert 'line 3' in dropped['lo\udcffw']
     json.dumps([visible(k) for k in dropped]).encode()   # it can be written down
 
-CLOTHES = [
-    LINE.encode() + b'\n', b'\xef\xbb\xbf' + LINE.encode(), LINE.encode() + b'\r\n',
-    b'\r' + LINE.encode() + b'\r', b'\n\n' + LINE.encode() + b'\n   \n',
-    *(f'low-0|aa{c}bb|aa{c}bb|low|en\n'.encode() for c in '\u2028\x85\0\x0b'),
-    LINE.encode('utf-16'), (LINE + '\r\n').encode('utf-16-le'), LINE.encode('utf-16-be'),
-    b'\xff\xfe' + ('\ufeff' + LINE).encode('utf-16-le')]   # two marks
-
-@pytest.mark.parametrize('raw', CLOTHES, ids=range(len(CLOTHES)))
-def test_the_same_row_in_other_encodings_and_line_ends(folder, raw):
-    clips, dropped = read(folder, raw)
-    assert not dropped
-    assert [(c.id, clean(c.text), c.speaker, c.language) for c in clips] == [('low-0', 'aa bb', 'low', 'en')]
+def test_the_same_row_in_other_encodings_and_line_ends(folder):
+    row, marks = LINE.encode(), ('\ufeff' + LINE).encode('utf-16-le')
+    for raw in (row + b'\n', b'\xef\xbb\xbf' + row, row + b'\r\n', b'\r' + row + b'\r',
+                b'\n\n' + row + b'\n   \n', b'\xff\xfe' + marks,   # two marks
+                LINE.encode('utf-16'), (LINE + '\r\n').encode('utf-16-le'), LINE.encode('utf-16-be'),
+                *(f'low-0|aa{c}bb|aa{c}bb|low|en\n'.encode() for c in '\u2028\x85\0\x0b')):
+        clips, dropped = read(folder, raw)
+        assert not dropped, raw
+        assert [(c.id, clean(c.text), c.speaker, c.language) for c in clips] == [
+            ('low-0', 'aa bb', 'low', 'en')], raw
 
 def test_text_in_any_script_and_ids_of_any_name_are_kept(folder):
     for text in ('سلام\u200fدنیا', 'a\u202eb', 'Ünïcödé', '日本語', 'हिन्दी', 'a 😀'):
@@ -142,13 +138,6 @@ def test_metadata_of_which_nothing_can_be_read(folder, small, dvae, tmp_path, ma
     with pytest.raises(UserError) as e:
         prepare(source if str(source).endswith('nowhere') else folder, tmp_path / 'out', small, dvae)
     assert named in str(e.value) and not (tmp_path / 'out').exists()
-
-@pytest.mark.parametrize('how, named', [
-    ({'language': 'English'}, '"English"'), ({'language': ''}, '""'), ({'language': '../x'}, '"../x"'),
-    ({'layout': 'vctk'}, 'vctk'), ({'layout': 'lj'}, 'jsonl'), ({'layout': 'table'}, 'audio')])
-def test_a_language_or_layout_that_does_not_fit(folder, how, named):
-    with pytest.raises(UserError) as e: read(folder, LINE, **how)
-    assert named in str(e.value)
 
 def test_sound_may_lie_behind_a_link(folder, tmp_path):
     shutil.move(folder / 'wavs', tmp_path / 'other disk')
@@ -205,18 +194,14 @@ ROW = '{{"audio": "wavs/low-{}.wav", "text": "a", "speaker": 7}}'
 BAD_CELLS = [   # header, row; id; reason
     ('audio,text,speaker', 'wavs/low-1.wav,hello', 'wavs/low-1.wav', 'line 3 has 2 columns'),
     ('audio,text', 'wavs/low-1.wav,hello, you', 'wavs/low-1.wav', 'line 3 has 3 columns'),
-    ('audio,text', 'wavs/low-1.wav,"hello', 'line 3', 'line 3 is not a row'),
     ('audio,text', 'wavs/low-1.wav,"hello" you', 'line 3', 'line 3 is not a row'),
     ('audio,text', f'wavs/low-1.wav,{"a" * 200_000}', 'line 3', 'line 3 is not a row: field larger'),
     ('audio,text', ',hello', 'line 3', 'line 3'), ('audio,text', 'low-1.wav,', 'low-1.wav', 'empty'),
     ('audio,text,locale', 'wavs/low-1.wav,hello,unknown', 'wavs/low-1.wav', '"unknown"'),
-    ('audio\ttext', 'wavs/low-1.wav,hello', 'wavs/low-1.wav,hello', '1 columns'),
-    ('audio,text', 'audio,text', 'audio', 'audio.wav is missing'),
     ('audio,text', 'https://x.y/z.wav,hello', 'https://x.y/z.wav', 'missing')]
 BAD_JSON = [   # line 2; id; reason
     ('{"audio": "wavs/low-1.wav", "text": "he', 'line 2', 'not JSON'), ('["a"]', 'line 2', 'no JSON object'),
     ('[' * 100_000, 'line 2', 'not JSON'), ('NaN', 'line 2', 'no JSON object'),
-    ('{"audio": "wavs/low-1.wav", "text": 3}', 'line 2', '"text" is int'),
     ('{"audio": {"path": "x"}, "text": "a"}', 'line 2', '"audio" is dict'),
     ('{"audio": "wavs/low-1.wav", "text": null}', 'wavs/low-1.wav', 'empty'),
     (r'{"audio": "wavs/low-1.wav", "text": "a\ud83d"}', 'wavs/low-1.wav', 'not UTF-8'),
@@ -227,8 +212,7 @@ BAD_JSON = [   # line 2; id; reason
 @pytest.mark.parametrize('header, row, name, reason', [*BAD_CELLS, *(('', *bad) for bad in BAD_JSON)],
                          ids=range(len(BAD_CELLS + BAD_JSON)))
 def test_a_bad_row_of_a_table_or_of_json(folder, header, row, name, reason):
-    mark = '\t' if '\t' in header else ','
-    good = mark.join(['wavs/low-{}.wav', 'hello', *['en'] * (header.count(mark) - 1)]) if header else ROW
+    good = ','.join(['wavs/low-{}.wav', 'hello', *['en'] * (header.count(',') - 1)]) if header else ROW
     lines = [header, good.format(0), row, good.format(2)]
     clips, dropped = read(folder, '\n'.join(filter(None, lines)), 'metadata.csv' if header else 'm.jsonl')
     assert [c.id for c in clips] == ['wavs/low-0.wav', 'wavs/low-2.wav'], dropped
@@ -441,6 +425,8 @@ def test_the_synthetic_corpus_is_the_same_in_every_release(tmp_path):
     for name, seconds, pitch in (('low-0', 0.1, 100), ('low-5', 0.6, 110), ('high-2', 0.3, 208)):
         save_audio(tmp_path / 'x.wav', synthetic_voice(seconds, pitch))
         assert (tmp_path / 'x.wav').read_bytes() == (folder / 'wavs' / f'{name}.wav').read_bytes()
+    first = [-0.018358, -0.155355, 0.0118, -0.063861, -0.008241, 0.013919, -0.031782, 0.001817, -0.00636]
+    assert np.allclose(synthetic_voice(0.5)[500:10000:1111], first, atol=1e-6)
 
 
 # --- sound of every kind ------------------------------------------------------------------------------------
@@ -450,8 +436,7 @@ CONFIG, VOICE, CLICK = XTTSConfig.tiny(), synthetic_voice(1.), np.arange(22050) 
 def sound(kind='WAV', subtype=None, rate=22050, wav=VOICE, channels=1):
     "A file's bytes."
     data = io.BytesIO()
-    soundfile.write(data, wav if np.ndim(wav) == 2 else np.stack([wav] * channels, 1), rate, format=kind,
-                    subtype=subtype)
+    soundfile.write(data, np.stack([wav] * channels, 1), rate, format=kind, subtype=subtype)
     return data.getvalue()
 
 def half(*kind): return (data := sound(*kind))[:len(data) // 2]
@@ -489,8 +474,7 @@ GOOD = {   # name: bytes, largest error
     '192 kHz.wav': (sound(rate=192000, wav=at(192000)), 0.01),
     '37800 Hz.wav': (sound(rate=37800, wav=at(37800)), 0.01), 'more chunks.wav': (chunks(), 1e-4),
     'from a pipe.wav': (head(0xFFFFFFFF), 1e-4), '4 GB.wav': (head(0xF0000000), 1e-4),
-    'one byte short.wav': (sound()[:-1], 1e-4),
-    'antiphase.wav': (sound(wav=np.stack([VOICE, -VOICE], 1)), 1e-4)}
+    'one byte short.wav': (sound()[:-1], 1e-4)}
 
 BAD = {   # name: bytes, reason
     'cut off.wav': (half('WAV'), 'the sound is cut off: 50% of it is missing'),
@@ -504,7 +488,6 @@ BAD = {   # name: bytes, reason
     'half a head.wav': (sound()[:20], 'not readable'), 'no length.wav': (head(0), '0 samples'),
     'no samples.wav': (sound(wav=np.zeros(0)), '0 samples'),
     'nan.wav': (sound(subtype='FLOAT', wav=np.where(CLICK, np.nan, VOICE)), 'NaN'),
-    'inf.wav': (sound(subtype='FLOAT', wav=np.where(CLICK, np.inf, VOICE)), 'infinite'),
     'beyond float.wav': (sound(subtype='DOUBLE', wav=np.where(CLICK, 1e300, np.float64(VOICE))), 'infinite'),
     'integers as floats.wav': (sound(subtype='FLOAT', wav=VOICE * 32768), 'times full scale'),
     'silent.wav': (sound(wav=np.zeros(22050)), 'silent'), 'dc.wav': (sound(wav=np.full(22050, .5)), 'silent'),
@@ -518,7 +501,6 @@ BAD = {   # name: bytes, reason
     '44101 Hz.wav': (sound(rate=44101), '44101 Hz'), 'text.wav': (b'hello ' * 999, 'not readable as audio'),
     'page.mp3': (b'<!DOCTYPE html><p>404' * 99, 'a web page'),
     'song.m4a': (b'\0\0\0\x18ftypM4A \0\0\0\0M4A mp42' + bytes(999), 'read'),
-    'noise.wav': (np.random.default_rng(0).bytes(9999), 'not readable as audio'),
     'head.raw': (bytes(999), 'not readable as audio'),
     'a pointer.wav': (b'version https://git-lfs.', 'git lfs'),
     # by bytes at their place: not a web page, not AAC

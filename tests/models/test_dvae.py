@@ -1,11 +1,9 @@
 "Mel <-> codes: shapes, the nearest code, lost codes, training, files."
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
-from xtts_nb.models.dvae import (
-    DVAE, Codebook, _update_codebook)
+from xtts_nb.models.dvae import Codebook, DVAE, _update_codebook
 from benchmarks.parity import dvae_parity
 from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 
@@ -49,18 +47,10 @@ def test_gradients_pass_straight_through(dvae):
 def test_codes_and_mels_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
     all_ok(dvae_parity(toy_xtts.dvae, toy_inputs, theirs))
 
-@pytest.fixture
-def other_policy():
-    "A global policy of Keras as `configure` sets it."
+def test_no_layer_follows_the_global_policy(small):
+    "Else a cache that is prepared after `configure`, which sets one, would hold other codes under its key."
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy('mixed_bfloat16')
-    yield
-    keras.config.set_dtype_policy(before)
-
-@pytest.mark.parametrize('make',
-                         [DVAE, HiFiGAN, SpeakerEncoder, lambda config: Critic(config.training.decoder)],
-                         ids=['DVAE', 'HiFiGAN', 'SpeakerEncoder', 'Critic'])
-def test_no_layer_follows_the_global_policy(small, other_policy, make):
-    "Else a cache that is prepared after `configure` would hold other codes under the same key."
-    layers = [layer for layer in make(small)._flatten_layers() if layer.dtype_policy.name != 'float32']
-    assert not layers, layers
+    try: nets = DVAE(small), HiFiGAN(small), SpeakerEncoder(small), Critic(small.training.decoder)
+    finally: keras.config.set_dtype_policy(before)
+    assert {layer.dtype_policy.name for net in nets for layer in net._flatten_layers()} == {'float32'}

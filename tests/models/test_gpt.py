@@ -6,42 +6,18 @@ import tensorflow as tf
 
 from benchmarks.parity import gpt_parity
 from xtts_nb.models.gpt import (
-    AttentionBlock, causal_mask, dropout, _dropout_keys, GPT, Int8Dense, _recomputed,
-    RMSNorm, shifted, TransformerBlock)
+    AttentionBlock, causal_mask, dropout, _dropout_keys, GPT, Int8Dense, _recomputed, RMSNorm,
+    TransformerBlock)
 
-P, T, S, START = 4, 10, 12, 3
 SEED = tf.constant([1, 2])
 
-@pytest.fixture(scope='module')
-def gpt(xtts): return xtts.gpt
-
-@pytest.fixture(scope='module')
-def inputs():
-    "Two rows; the second is shorter in both parts."
-    rng = np.random.default_rng(0)
-    return dict(text=rng.integers(4, 20, (2, T)).astype(np.int32), text_length=np.array([T, 6], np.int32),
-                codes=rng.integers(0, 32, (2, S)).astype(np.int32), code_length=np.array([S, 7], np.int32),
-                reference=rng.normal(size=(2, 32, 80)).astype(np.float32))
-
-def call(gpt, inputs, seed=None, **changes):
-    return [np.array(x) for x in gpt(**{k: tf.constant(v) for k, v in (inputs | changes).items()}, seed=seed)]
-
-@pytest.mark.parametrize('stops', [1, 4])
-@pytest.mark.parametrize('length', [0, 1, 3, 5])
-def test_inputs_and_targets(length, stops):
-    ids = tf.constant([[7, 8, 9, 10, 11]])
-    inputs, targets, counted = (np.array(x)[0].tolist()
-                                for x in shifted(ids, tf.constant([length]), 1, 2, stops))
-    row_ids, rest = [7, 8, 9, 10, 11][:length], 5 - length
-    assert inputs == [1, *row_ids] + [2] * (rest + stops) and targets == [*row_ids] + [2] * (rest + stops + 1)
-    assert counted == [1.] * (length + stops) + [0.] * (rest + 1)
-
 @pytest.mark.parametrize('kind, near', [('bfloat16', 0.05), ('float16', 0.005)])
-def test_half_precision_is_close_to_float32(small, gpt, inputs, kind, near):
-    mixed = GPT(small, gpt.text_start, dtype=f'mixed_{kind}')
-    for a, b in zip(mixed.variables, gpt.variables): a.assign(b)
-    for plain, rough in zip(call(gpt, inputs), call(mixed, inputs)):
-        assert rough.dtype == np.float32 and 0 < np.abs(plain - rough).max() < near
+def test_half_precision_is_close_to_float32(small, xtts, batch, kind, near):
+    inputs = [batch[k] for k in ('text', 'text_length', 'codes', 'code_length', 'reference')]
+    mixed = GPT(small, xtts.gpt.text_start, dtype=f'mixed_{kind}')
+    for a, b in zip(mixed.variables, xtts.gpt.variables): a.assign(b)
+    for plain, rough in zip(xtts.gpt(*inputs), mixed(*inputs)):
+        assert rough.dtype == tf.float32 and 0 < np.abs(plain - rough).max() < near
     assert all(v.dtype == 'float32' for v in mixed.variables)
 
 def test_the_answers_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
@@ -76,8 +52,6 @@ def above(op) -> set:
             waiting += [x.op for x in op.inputs]
     return found
 
-def normal(*shape, seed=0): return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 def test_masks_have_the_rate_in_every_precision(dtype):
     "A number drawn in bfloat16 would have eight bits, and the share would be 13/128."
@@ -101,7 +75,7 @@ def test_a_block_in_float16_takes_large_activations():
 @pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
 def test_norms_are_float32_in_half_precision(kind):
     "A sum of squares of 300 is 90 000 a number, beyond float16."
-    x = tf.cast(tf.constant(300 * normal(2, 8, 32)), kind)
+    x = tf.cast(300 * tf.random.stateless_normal((2, 8, 32), SEED), kind)
     block = TransformerBlock(32, 2, dtype=f'mixed_{kind}')
     block.build((None, None, 32))
     for norm in (RMSNorm(dtype=f'mixed_{kind}'), block.attention_norm):
