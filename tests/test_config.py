@@ -1,8 +1,6 @@
 "Settings, workspace and the setup of TensorFlow. test_settings.py checks that every key has an effect."
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,15 +239,14 @@ print(float(tf.function(lambda x: tf.sin(x) @ x, jit_compile=True)(tf.ones((4, 4
 
 @pytest.mark.slow
 def test_a_second_start_finds_what_xla_compiled(tmp_path):
-    def compiled(text) -> set[str]:
-        (tmp_path / 'settings.ini').write_text(text)
-        env = {k: v for k, v in os.environ.items() if k != 'TF_XLA_FLAGS'} | {'CUDA_VISIBLE_DEVICES': '-1'}
-        subprocess.run([sys.executable, '-c', COMPILE], cwd=tmp_path, env=env, check=True,
-                       capture_output=True)
+    "In processes that have not read TensorFlow's flags yet."
+    (tmp_path / 'settings.ini').write_text('[workspace]\nxla_cache = kept\n')
+    env = {k: v for k, v in os.environ.items() if k != 'TF_XLA_FLAGS'} | {'CUDA_VISIBLE_DEVICES': '-1'}
+    def compiled() -> set[str]:
+        assert python(COMPILE, cwd=tmp_path, env=env, cold=True).code == 0
         return {p.name for p in (tmp_path / 'kept').glob('*/*')}
-    assert compiled('[workspace]\n') == set()
-    first = compiled(kept := '[workspace]\nxla_cache = kept\n')
-    assert first and compiled(kept) == first
+    first = compiled()
+    assert first and compiled() == first
 
 @pytest.mark.parametrize('files, quota', [
     ({}, math.inf), ({'cpu.max': 'max 100000\n'}, math.inf), ({'cpu.max': '250000 100000\n'}, 2.5),

@@ -57,8 +57,8 @@ def test_plans_that_cannot_be(cards, asked, words):
     ([CARD] * 3, dict(data_gpu=2), {0: (), 2: ()}, 'GPU:1', 'GPU:0')])
 def test_two_devices_in_any_case(cards, asked, limits, data, model, monkeypatch):
     applied = []
-    for name, fake in {'card_memory': lambda: cards, 'apply_plan': applied.append,
-                       'check_plan': applied.append}.items(): monkeypatch.setattr(devices, name, fake)
+    for name, fake in {'card_memory': lambda: cards, '_apply_plan': applied.append,
+                       '_check_plan': applied.append}.items(): monkeypatch.setattr(devices, name, fake)
     plan = _DevicePlan(limits, data, model)
     assert setup_devices(two=True, **asked) == plan and applied == [plan] * 2   # set up, and read back
 
@@ -68,8 +68,8 @@ def test_a_training_and_a_worker_take_all_cards(variables, every, read_back, mon
     "A worker reads nothing back: that would start TensorFlow before its strategy is made."
     read = []
     for name, value in variables.items(): monkeypatch.setenv(name, value)
-    for name, fake in {'card_memory': lambda: [CARD] * 2, 'apply_plan': lambda plan: None,
-                       'check_plan': read.append}.items(): monkeypatch.setattr(devices, name, fake)
+    for name, fake in {'card_memory': lambda: [CARD] * 2, '_apply_plan': lambda plan: None,
+                       '_check_plan': read.append}.items(): monkeypatch.setattr(devices, name, fake)
     assert setup_devices(every=every) == _DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:0')
     assert bool(read) == read_back == (not _in_cluster())
     with pytest.raises(UserError, match='for one machine'): setup_devices(every=every, data_gpu=0)

@@ -68,10 +68,9 @@ def test_the_wheel_holds_the_records_that_pages_show():
 
 @pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize('part', ['model', 'dual'])
-def test_a_part_as_it_would_run_on_a_lent_gpu(part):
+def test_a_part_as_it_would_run_on_a_lent_gpu(cheap_xla):
     before = {*(ROOT / 'benchmarks').iterdir()}
-    assert records.main(['renew', '--rehearse', '--part', part]) == 0
+    assert records.main(['renew', '--rehearse', '--part', 'model']) == 0
     assert {*(ROOT / 'benchmarks').iterdir()} == before
 
 

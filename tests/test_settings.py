@@ -160,7 +160,7 @@ def told(config, world, folder, part, listener=lambda *given: None):
     few = lambda gpt, training, rows: Update(gpt, training, gpt.trainable_variables[:1])
     if part == 'gpt':
         with patch.multiple(runs, Trainer=Told, Listener=listener, XTTS=lambda *given: model,
-                            load_dvae=lambda *given: None, make_update=few):
+                            load_dvae=lambda *given: None, _make_update=few):
             return new_run(world.cache, config, folder, HELD)
     with patch.multiple(parts, Trainer=Told, _Bank=lambda folder: world.bank, DVAE=lambda config: world.dvae,
                         Critic=lambda *given, **named: world.update.critic,
