@@ -121,8 +121,11 @@ def test_a_training_that_fails_is_let_go():
     train()
     assert OwnedIterator.__next__ is plain and callback.findings is not None
 
-def test_a_validation_is_watched_apart(capsys):
-    "Its batches and its pipeline are not those of the training; `evaluate` alone is none."
+def test_a_validation_is_watched_apart(monkeypatch):
+    """Its batches and its pipeline are not those of the training; `evaluate` alone is none.
+
+    No rule is asked: the trials of all would take longer than the training."""
+    monkeypatch.setattr(page, '_PROGRAM_RULES', [])
     rows = tf.data.Dataset.from_tensor_slices((np.ones((64, 3), 'float32'), np.ones((64, 1), 'float32')))
     model, callback = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), Diagnose(report=None)
     model.compile('sgd', 'mse')
@@ -139,7 +142,7 @@ def test_a_validation_is_watched_apart(capsys):
     model.evaluate(rows.batch(8), verbose=0, callbacks=[callback])   # after the training
     assert len([e for e in callback.watch.events if e.kind == 'validation']) == len(tests)
 
-def test_fit_is_watched_and_continues(capsys):
+def test_fit_is_watched_and_continues():
     def rows():
         for _ in range(240):
             time.sleep(.004)
