@@ -1,11 +1,14 @@
 """Numbers come from records: the page of a record names its command, and a stored table shows its record."""
 import json
 import re
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+import records
+import tree
+import wheel
+from tree import ROOT
 
 from xtts_nb import records as module
 from xtts_nb.app.terminal import _WRITERS
@@ -13,12 +16,6 @@ from xtts_nb.bench import rows_markdown
 from xtts_nb.config import UserError
 from xtts_nb.devices import _products_in_tf32
 from xtts_nb.records import _TOOLS, headline, record, record_markdown, recorded
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / 'dev'))
-import records  # noqa: E402
-import tree  # noqa: E402
-import wheel  # noqa: E402
 
 FILES = sorted((ROOT / 'benchmarks').glob('*.json'))
 NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in tree.notebooks()}

@@ -159,17 +159,12 @@ def test_stored_output_is_a_plain_picture_and_a_replay_of_arms():
                 for out in json.loads(done.stdout.rpartition('OUT')[2])]
     assert pictures == [[{'image/png', 'text/plain'}], [{'image/png', 'image/svg+xml', 'text/plain'}]]
 
-class FakeShell:
-    "An IPython shell with events, and no kernel."
-    def __init__(self):
-        self.kernel, self.registered = None, []
-        self.events = SimpleNamespace(register=lambda name, f: self.registered.append(f),
-                                      unregister=lambda name, f: self.registered.remove(f))
-
 def test_a_callback_shows_fit_and_is_closed_by_the_end_of_the_cell_if_it_breaks(monkeypatch):
     keras = pytest.importorskip('keras')
-    shell = FakeShell()
-    monkeypatch.setattr(page, '_shell', lambda: shell)
+    registered = []   # by the events of a shell of IPython without a kernel
+    events = SimpleNamespace(register=lambda name, f: registered.append(f),
+                             unregister=lambda name, f: registered.remove(f))
+    monkeypatch.setattr(page, '_shell', lambda: SimpleNamespace(kernel=None, events=events))
     monkeypatch.setattr('IPython.display.display', lambda *args, **kwargs: None)
     class Break(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -182,11 +177,11 @@ def test_a_callback_shows_fit_and_is_closed_by_the_end_of_the_cell_if_it_breaks(
     train(2)
     values = watch.live.summary['values']
     assert values.keys() == {'epoch', 'batch', 'loss'} and values['epoch'] == '2' and watch.async_safe
-    assert [name for _, name in watch.live.sampler.marks] == ['epoch 1', 'epoch 2'] and not shell.registered
+    assert [name for _, name in watch.live.sampler.marks] == ['epoch 1', 'epoch 2'] and not registered
     with pytest.raises(RuntimeError): train(3)
-    (end_of_cell,) = shell.registered
+    (end_of_cell,) = registered
     end_of_cell(None)
-    assert watch.live.sampler._thread is None and watch.live.figure is not None and not shell.registered
+    assert watch.live.sampler._thread is None and watch.live.figure is not None and not registered
 
 # --- the terminal ------------------------------------------------------------------------------------------
 

@@ -111,11 +111,6 @@ def test_what_is_not_run_or_known_before_is_not_named():
     assert found(step) == found(step, jit=True) == []
     assert found(step, tf.TensorSpec((None, None))) == []
 
-def model_of(*layers, **how):
-    model = keras.Sequential(layers)
-    model.compile(**how)
-    return model
-
 def fit(model, x, y) -> list[tuple]:
     "What is said of the function that `fit` calls for each batch, before it is called."
     data = tf.data.Dataset.from_tensors((x, y)).repeat()
@@ -138,9 +133,9 @@ def half():
 def test_a_small_network_for_images_of_keras(half, jit, metrics, said):
     "For the accuracy, Keras looks for the signs of zeros in the bits of the outputs, as int32."
     entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = model_of(half.Input((8, 8, 3)), half.Conv2D(4, 3), half.BatchNormalization(), half.MaxPool2D(),
-                     half.Flatten(), half.Dense(5), optimizer='adam', loss=entropy, metrics=metrics,
-                     jit_compile=jit)
+    model = keras.Sequential([half.Input((8, 8, 3)), half.Conv2D(4, 3), half.BatchNormalization(),
+                              half.MaxPool2D(), half.Flatten(), half.Dense(5)])
+    model.compile('adam', entropy, metrics=metrics, jit_compile=jit)
     assert fit(model, tf.ones((2, 8, 8, 3)), tf.zeros(2, tf.int32)) == said
 
 def test_place_count_and_bytes():
