@@ -26,10 +26,11 @@ def operations(call, *types):
 ROWS = tf.reshape(tf.range(1., 9.), (4, 2))
 
 @pytest.mark.parametrize('loss, given, types', [
+    (lambda x: tf.reduce_sum(tf.map_fn(lambda row: row / tf.norm(row), x)), (ROWS,), page._LOOPS),
     (lambda a, b: tf.reduce_sum((a[:, None] - b[None]) ** 2), (ROWS, ROWS[:3]), ('Sum',)),
     (lambda x: tf.reduce_sum(
         tf.nn.sparse_softmax_cross_entropy_with_logits([1, 2, 0, 1], x @ tf.ones((2, 9)))), (ROWS,),
-     ('MatMul', 'SparseSoftmaxCrossEntropyWithLogits'))], ids=['pairs', 'softmax'])
+     ('MatMul', 'SparseSoftmaxCrossEntropyWithLogits'))], ids=['loop', 'pairs', 'softmax'])
 def test_a_step_without_some_operations_gives_the_same(loss, given, types):
     "Their results are known; all that the step changes is changed."
     call = call_of(loss, *given)
