@@ -153,5 +153,8 @@ def test_any_function_is_read():
     graph = tf.function(shuffled)
     for given in ((shuffled, X), (graph, tf.TensorSpec((4, 6))), (graph.get_concrete_function(X),)):
         assert [o.op for o in preflight(*given)] == ['RandomShuffle']
-    kinds = preflight(tf.function(lambda x: (tf.scatter_nd([[0]], [True], [3]), x + 1)), X)
-    assert [o.op for o in kinds] == ['ScatterNd']   # of booleans: a kernel fits by its types
+
+def test_a_kernel_fits_by_its_types():
+    scattered = lambda x, dtype: tf.scatter_nd([[0]], [tf.cast(x[0, 0] > 0, dtype)], [3])
+    assert found(lambda x: scattered(x, tf.bool)) == [('host operation', 'ScatterNd')]
+    assert found(lambda x: scattered(x, tf.float32)) == found(lambda x: scattered(x, tf.bool), jit=True) == []
