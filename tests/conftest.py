@@ -249,6 +249,22 @@ def installed(wheels, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def not_started(monkeypatch):
+    "A TensorFlow that has not started, by its own rules, with some cards that are not there."
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+    def begin(count=1):
+        fresh = context.Context()
+        cards = [tf.config.PhysicalDevice(f'/physical_device:GPU:{i}', 'GPU') for i in range(count)]
+        fresh._physical_devices, fresh._pluggable_devices = [*cards], []
+        fresh._visible_device_list, fresh._memory_growth_map = [*cards], dict.fromkeys(cards)
+        fresh._physical_device_to_index = {card: i for i, card in enumerate(cards)}
+        monkeypatch.setattr(context, 'context', lambda: fresh)
+        return fresh, cards
+    return begin
+
+
+@pytest.fixture
 def cheap_xla(monkeypatch):
     "Processes of the test compile as those of quick tests: it compares runs that are compiled alike."
     monkeypatch.setenv('XLA_FLAGS', quick.XLA)

@@ -70,15 +70,23 @@ def pages(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope='module')
 def user(wheels, tmp_path_factory) -> dict:
-    "The environment of somebody whose kernel holds nothing, and whose pip knows the wheel of this checkout."
+    """The environment of somebody whose kernel holds nothing, and whose pip knows the wheel of this checkout.
+
+    Where there is uv, it has brought what the wheel asks for and no more: pip, which would take a minute to
+    unpack TensorFlow, finds it there and installs the wheel."""
     home = tmp_path_factory.mktemp('bare')
     subprocess.run([sys.executable, '-m', 'venv', home], check=True)
     python, kernel = home / 'bin/python', home / 'kernels/python3/kernel.json'
     kept = {k: v for k, v in users_environment().items() if not k.startswith('JUPYTER')} | {
         'PIP_COMPILE': '0', 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}   # most modules are never imported
-    done = subprocess.run([python, '-m', 'pip', 'install', '-q', 'ipykernel'], env=kept, capture_output=True,
-                          text=True)
-    if done.returncode: pytest.skip(f'pip cannot install ipykernel here: {done.stderr.splitlines()[-1]}')
+    uv, quiet = shutil.which('uv'), ['--quiet', '--python', python]
+    steps = [[python, '-m', 'pip', 'install', '-q', 'ipykernel']]
+    if uv:
+        steps = [[uv, 'pip', 'install', *quiet, f'xtts_nb[demo] @ {wheels[0].as_uri()}', 'ipykernel'],
+                 [uv, 'pip', 'uninstall', *quiet, 'xtts_nb']]
+    for step in steps:
+        done = subprocess.run(step, env=kept, capture_output=True, text=True)
+        if done.returncode: pytest.skip(f'nothing can be installed here: {done.stderr.splitlines()[-1]}')
     kernel.parent.mkdir(parents=True)
     kernel.write_text(json.dumps({
         'argv': [str(python), '-m', 'ipykernel_launcher', '-f', '{connection_file}'],

@@ -1,14 +1,10 @@
 "Settings, workspace and the setup of TensorFlow. test_settings.py checks that every key has an effect."
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from process import python
 from xtts_nb import config as page
 from xtts_nb.config import (
     UserError, XTTSConfig, _control_groups, cores, _cpu_quota, _environment_number, setup_tf, sizes,
@@ -114,42 +110,31 @@ def test_what_people_write_is_read(outside, text, data):
 # --- TensorFlow ---------------------------------------------------------------------------------------------
 
 @pytest.fixture
-def tf_config(monkeypatch):
-    "TensorFlow's settings as it takes them before it starts, on three cores, with a card that is not there."
+def start(not_started, monkeypatch):
+    "The same on three cores, with the details of its cards, and no wishes of the environment."
     import tensorflow as tf
-    told, gpu = {'details': {}}, SimpleNamespace(name='GPU:0')
-    experimental = tf.config.experimental
-    put = monkeypatch.setattr
-    for where, name, fake in (
-        (tf.config, 'list_physical_devices', lambda kind: [gpu] if told.get('card', True) else []),
-        (tf.config, 'set_logical_device_configuration', lambda gpu, parts: told.update(parts=parts)),
-        (tf.config, 'get_logical_device_configuration', lambda gpu: told.get('parts')),
-        (experimental, 'get_device_details', lambda gpu: told['details']),
-        (experimental, 'set_memory_growth', lambda gpu, on: told.update(growth=on)),
-        (experimental, 'get_memory_growth', lambda gpu: told['growth'])): put(where, name, fake)
-    for kind in ('intra', 'inter'):
-        name = f'{kind}_op_parallelism_threads'
-        monkeypatch.setattr(tf.config.threading, f'set_{name}', lambda n, kind=kind: told.update({kind: n}))
-        monkeypatch.setattr(tf.config.threading, f'get_{name}', lambda kind=kind: told[kind])
-        monkeypatch.delenv(f'TF_NUM_{kind.upper()}OP_THREADS', raising=False)
-    monkeypatch.delenv('XTTS_NB_MEMORY_LIMIT', raising=False)
+    for name in ('TF_NUM_INTRAOP_THREADS', 'TF_NUM_INTEROP_THREADS', 'XTTS_NB_MEMORY_LIMIT'):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {3, 4, 5} if pid == 0 else {0}, raising=False)
     monkeypatch.setattr(page, '_cpu_quota', lambda: (64., None))
     monkeypatch.setattr(page, '_reported', set())
-    return told
+    def start(count=1, **details):
+        monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: details)
+        return not_started(count)
+    return start
 
-def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, monkeypatch):
-    rows = lambda within, between, **card: {'intra-op threads': (within,) * 2,
-                                            'inter-op threads': (between,) * 2} | card
-    growing = {'memory growth GPU:0': (True, True)}
-    assert setup_tf() == rows(3, 3, **growing) and setup_tf(threads=2) == rows(2, 2, **growing)
-    assert setup_tf(memory_growth=False)['memory growth GPU:0'] == (False, False)
-    assert setup_tf(memory_limit=500) == rows(3, 3, **{'memory limit GPU:0': (500, 500)})
+def test_threads_and_memory_as_given_else_as_the_environment_asks(start, monkeypatch):
+    def got(*given, cards=1, **more):
+        start(cards)
+        return setup_tf(*given, **more)
+    threads = lambda within, between: {'intra-op threads': (within,) * 2, 'inter-op threads': (between,) * 2}
+    growing, still, limited = ({f'memory {kind} /physical_device:GPU:0': (value,) * 2} for kind, value in
+                               (('growth', True), ('growth', False), ('limit', 500)))
+    assert got() == threads(3, 3) | growing and got(2, memory_growth=False) == threads(2, 2) | still
+    assert got(memory_limit=500) == threads(3, 3) | limited
     monkeypatch.setenv('TF_NUM_INTEROP_THREADS', '7')
-    monkeypatch.setenv('XTTS_NB_MEMORY_LIMIT', '600')
-    assert setup_tf() == rows(3, 7, **{'memory limit GPU:0': (600, 600)})
-    tf_config.update(card=False)
-    assert setup_tf(1) == rows(1, 1)
+    monkeypatch.setenv('XTTS_NB_MEMORY_LIMIT', '500')
+    assert got() == threads(3, 7) | limited and got(1, cards=0) == threads(1, 1)
     for value, number in ((None, None), ('', None), ('12', 12), ('0', UserError), ('x', UserError),
                           ('1.5', UserError)):
         monkeypatch.setenv('A_NUMBER', value or '')
@@ -159,37 +144,29 @@ def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, mon
 
 @pytest.mark.parametrize('shown, cards, says', [
     (None, 2, 'has 2 GPUs, but TensorFlow opens none'), ('-1', 2, None), ('', 2, None), (None, 0, None)])
-def test_a_card_that_tensorflow_cannot_open_is_named_once(tf_config, monkeypatch, capsys, shown, cards, says):
+def test_a_card_that_tensorflow_cannot_open_is_named_once(start, monkeypatch, capsys, shown, cards, says):
     monkeypatch.setattr('pynvml.nvmlInit', lambda: None)
     monkeypatch.setattr('pynvml.nvmlDeviceGetCount', lambda: cards)
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     if shown is not None: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
-    tf_config.update(card=False)
+    start(0)
     setup_tf(), setup_tf()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == bool(says) and all(says in line for line in lines)
 
 @pytest.mark.parametrize('capability, named',
                          [((9, 0), False), ((10, 0), True), ((12, 0), True), (None, False)])
-def test_a_card_that_is_too_new_for_tensorflow_is_named(tf_config, capsys, capability, named):
-    tf_config['details'] = {'device_name': 'RTX 5090', 'compute_capability': capability}
+def test_a_card_that_is_too_new_for_tensorflow_is_named(start, capsys, capability, named):
+    start(device_name='RTX 5090', compute_capability=capability)
     setup_tf()
     said = capsys.readouterr().err   # as the wheel says of itself
     assert ('built for 9.x at most' in said) == named == said.startswith('RTX 5090') == bool(said)
 
 @pytest.mark.parametrize('limit', [None, 500])
-def test_cards_that_are_divided_already_stay_so(monkeypatch, limit):
-    "One is divided, the other is not, by TensorFlow's own rules: no error, now or when it starts."
+def test_cards_that_are_divided_already_stay_so(start, limit):
+    "One is divided, the other is not: no error, now or when TensorFlow starts."
     import tensorflow as tf
-    from tensorflow.python.eager import context
-    fresh = context.Context()   # has not started
-    cards = [tf.config.PhysicalDevice(f'/physical_device:GPU:{i}', 'GPU') for i in range(2)]
-    fresh._physical_devices, fresh._pluggable_devices = [*cards], []
-    fresh._visible_device_list, fresh._memory_growth_map = [*cards], dict.fromkeys(cards)
-    fresh._physical_device_to_index = {card: i for i, card in enumerate(cards)}
-    monkeypatch.setattr(context, 'context', lambda: fresh)
-    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: {})
-    monkeypatch.delenv('XTTS_NB_MEMORY_LIMIT', raising=False)
+    fresh, cards = start(2)
     parts = [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in (100, 200)]
     tf.config.set_logical_device_configuration(cards[0], parts)
     got = setup_tf(threads=2, memory_limit=limit)
@@ -200,23 +177,14 @@ def test_cards_that_are_divided_already_stay_so(monkeypatch, limit):
     options = fresh._compute_gpu_options()
     assert len(options.experimental.virtual_devices) == 2 and fresh._context_handle is None
 
-CHILD = '''
-from xtts_nb.config import setup_tf
-first = setup_tf(threads=1)
-import tensorflow as tf
-tf.reduce_sum(tf.ones(3)).numpy()
-again, late = setup_tf(threads=1), setup_tf(threads=2)
-assert first == again == {'intra-op threads': (1, 1), 'inter-op threads': (1, 1)}, (first, again)
-assert late['intra-op threads'] == (2, 1), late
-'''
-
-@pytest.mark.slow
 def test_a_request_that_comes_too_late_is_shown():
-    done = python(CHILD, env=os.environ | {'CUDA_VISIBLE_DEVICES': '-1'})
-    assert done.code == 0, done.err
+    import tensorflow as tf
+    tf.constant(0)   # TensorFlow has started
+    kept = tf.config.threading.get_intra_op_parallelism_threads()
+    assert setup_tf(threads=kept + 1)['intra-op threads'] == (kept + 1, kept)
 
 
-# --- what XLA compiled, and the cores of a container --------------------------------------------------------
+# --- what XLA compiled (00_config reads it again), and the cores of a container -----------------------------
 
 def test_compiled_code_is_kept_apart_for_each_kind_of_machine(monkeypatch):
     "Flags of the CPU, kind of the GPU and version of TensorFlow count; its frequency does not."
@@ -232,24 +200,6 @@ def test_compiled_code_is_kept_apart_for_each_kind_of_machine(monkeypatch):
     monkeypatch.setattr(page.metadata, 'version', lambda name: '9.9.9')
     assert len(names) == 4 and first in names and page._machine() not in names
     assert page._machine().startswith('tensorflow-9.9.9-')
-
-COMPILE = '''
-from xtts_nb.config import setup_tf
-setup_tf()
-import tensorflow as tf
-print(float(tf.function(lambda x: tf.sin(x) @ x, jit_compile=True)(tf.ones((4, 4)))[0, 0]))'''
-
-@pytest.mark.slow
-def test_a_second_start_finds_what_xla_compiled(tmp_path):
-    def compiled(text) -> set[str]:
-        (tmp_path / 'settings.ini').write_text(text)
-        env = {k: v for k, v in os.environ.items() if k != 'TF_XLA_FLAGS'} | {'CUDA_VISIBLE_DEVICES': '-1'}
-        subprocess.run([sys.executable, '-c', COMPILE], cwd=tmp_path, env=env, check=True,
-                       capture_output=True)
-        return {p.name for p in (tmp_path / 'kept').glob('*/*')}
-    assert compiled('[workspace]\n') == set()
-    first = compiled(kept := '[workspace]\nxla_cache = kept\n')
-    assert first and compiled(kept) == first
 
 @pytest.mark.parametrize('files, quota', [
     ({}, math.inf), ({'cpu.max': 'max 100000\n'}, math.inf), ({'cpu.max': '250000 100000\n'}, 2.5),

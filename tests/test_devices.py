@@ -11,7 +11,8 @@ from xtts_nb import devices
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.data.prepare import prepare
 from xtts_nb.devices import (
-    _apply_plan, card_memory, card_names, _check_plan, _DevicePlan, _in_cluster, plan_devices, setup_devices)
+    _apply_plan, card_memory, card_names, _check_plan, _DevicePlan, _in_cluster, plan_devices, _plan_two,
+    setup_devices)
 
 CARD = 24_000   # MiB
 
@@ -39,13 +40,7 @@ def test_plans(cards, asked, limits, data, model, part):
     assert plan == _DevicePlan(limits, data, model) and plan.model_part == part
 
 @pytest.mark.parametrize('cards, asked, words', [
-    ([CARD, CARD], dict(data_gpu=1, model_gpu=1), 'both 1'),
-    ([CARD, CARD], dict(data_gpu=0, model_gpu=2), '--model-gpu 2'),
-    ([CARD], dict(data_gpu=0), '--enable-memory-isolation'),
-    ([], dict(data_gpu=0, model_gpu=1), 'no GPU'),
-    ([CARD, None], dict(isolate=True), '--model-gpu-memory'),
-    ([], dict(data_memory=100), 'CPU takes no memory limit'),
-    ([CARD, CARD], dict(isolate=True, model_memory=CARD + 1), '24001'),
+    ([], dict(data_gpu=0, model_gpu=1), 'no GPU'), ([CARD, None], dict(isolate=True), '--model-gpu-memory'),
     ([CARD], dict(data_memory=12_000, model_memory=12_001), '12000 \\+ 12001'),
     ([CARD], dict(data_memory=0), '--data-gpu-memory 0')])
 def test_plans_that_cannot_be(cards, asked, words):
@@ -55,12 +50,8 @@ def test_plans_that_cannot_be(cards, asked, words):
     ([], {}, {0: (), 1: ()}, 'CPU:0', 'CPU:1'), ([CARD], {}, {0: (4800, 16_800)}, 'GPU:0', 'GPU:1'),
     ([CARD] * 3, {}, {0: (), 1: ()}, 'GPU:0', 'GPU:1'),
     ([CARD] * 3, dict(data_gpu=2), {0: (), 2: ()}, 'GPU:1', 'GPU:0')])
-def test_two_devices_in_any_case(cards, asked, limits, data, model, monkeypatch):
-    applied = []
-    for name, fake in {'card_memory': lambda: cards, 'apply_plan': applied.append,
-                       'check_plan': applied.append}.items(): monkeypatch.setattr(devices, name, fake)
-    plan = _DevicePlan(limits, data, model)
-    assert setup_devices(two=True, **asked) == plan and applied == [plan] * 2   # set up, and read back
+def test_two_devices_in_any_case(cards, asked, limits, data, model):
+    assert _plan_two(cards, 'GPU', asked) == _DevicePlan(limits, data, model)
 
 @pytest.mark.parametrize('variables, every, read_back', [
     ({}, True, True), ({'TF_CONFIG': '{}'}, False, False), ({'SLURM_STEP_NUM_TASKS': '2'}, False, False)])
@@ -68,34 +59,28 @@ def test_a_training_and_a_worker_take_all_cards(variables, every, read_back, mon
     "A worker reads nothing back: that would start TensorFlow before its strategy is made."
     read = []
     for name, value in variables.items(): monkeypatch.setenv(name, value)
-    for name, fake in {'card_memory': lambda: [CARD] * 2, 'apply_plan': lambda plan: None,
-                       'check_plan': read.append}.items(): monkeypatch.setattr(devices, name, fake)
+    for name, fake in {'card_memory': lambda: [CARD] * 2, '_apply_plan': lambda plan: None,
+                       '_check_plan': read.append}.items(): monkeypatch.setattr(devices, name, fake)
     assert setup_devices(every=every) == _DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:0')
     assert bool(read) == read_back == (not _in_cluster())
     with pytest.raises(UserError, match='for one machine'): setup_devices(every=every, data_gpu=0)
 
 @pytest.fixture
-def gpus(monkeypatch):
-    "TensorFlow's device functions with two simulated GPUs, before it starts; returns their arguments."
-    monkeypatch.setattr(devices, '_tf_started', lambda: False)
-    told, config = {}, tf.config
-    cards = [tf.config.PhysicalDevice(f'/physical_device:GPU:{i}', 'GPU') for i in range(2)]
+def gpus(not_started, monkeypatch):
+    "Two cards of a TensorFlow that has not started, and does not when it is asked for its logical devices."
+    _, cards = not_started(2)
     def logical():
-        parts = [n for gpu in told.get('visible', cards) for n in told.get(gpu.name) or [None]]
+        parts = [n for gpu in tf.config.get_visible_devices('GPU')
+                 for n in tf.config.get_logical_device_configuration(gpu) or [None]]
         return [SimpleNamespace(device_type='GPU', name=f'/device:GPU:{i}') for i in range(len(parts))]
-    for name, f in {'list_physical_devices': lambda kind: cards, 'list_logical_devices': logical,
-                    'get_visible_devices': lambda kind: told.get('visible', cards),
-                    'set_visible_devices': lambda some, kind: told.update(visible=some),
-                    'set_logical_device_configuration': lambda gpu, parts: told.update({gpu.name: parts}),
-                    'get_logical_device_configuration': lambda gpu: told.get(gpu.name)}.items():
-        monkeypatch.setattr(config, name, f)
-    return told
+    monkeypatch.setattr(tf.config, 'list_logical_devices', logical)
+    return cards
 
 def test_limits_are_set_and_read_back(gpus, monkeypatch):
     _apply_plan(plan := plan_devices([CARD], isolate=True))   # one card becomes two devices
     assert _check_plan(plan) == {'GPU 0, MiB': ((4800, 16_800),) * 2,
                                 'devices': (('GPU:0', 'GPU:1'), ['GPU:0', 'GPU:1'])}
-    assert [gpu.name[-1] for gpu in gpus['visible']] == ['0']   # the other card is left to others
+    assert tf.config.get_visible_devices('GPU') == gpus[:1]   # the other card is left to others
     monkeypatch.setattr(devices, '_tf_started', lambda: True)
     _apply_plan(plan)   # changes nothing
     with pytest.raises(UserError, match='has started before'): _apply_plan(plan_devices([CARD, CARD], 0, 1))
@@ -105,8 +90,10 @@ def test_limits_are_set_and_read_back(gpus, monkeypatch):
         with pytest.raises(UserError, match=words): _check_plan(plan)
 
 def test_without_options_one_card_is_taken_and_a_limit_of_the_environment_stays(gpus):
-    gpus['/physical_device:GPU:0'] = [tf.config.LogicalDeviceConfiguration(memory_limit=4096)]
-    assert setup_devices().model == 'GPU:0' and [gpu.name[-1] for gpu in gpus['visible']] == ['0']
+    tf.config.set_logical_device_configuration(gpus[0], [tf.config.LogicalDeviceConfiguration(4096)])
+    assert setup_devices().model == 'GPU:0' and tf.config.get_visible_devices('GPU') == gpus[:1]
+    (limit,) = tf.config.get_logical_device_configuration(gpus[0])
+    assert limit.memory_limit == 4096
 
 @pytest.mark.parametrize('totals, found', [([20, 10], [20, 10]), ([10], [10, None]), ([1, 2, 3], [1, 2])])
 def test_there_are_as_many_cards_as_tensorflow_sees(gpus, monkeypatch, totals, found):

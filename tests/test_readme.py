@@ -1,14 +1,11 @@
 "README.md is the index page, shows what a reader should see, and leads to pages that are there."
 import re
-import sys
 
+import pages
 import pytest
 from tree import ROOT, notebooks
 
 from xtts_nb.records import recorded
-
-sys.path.insert(0, str(ROOT / 'dev'))
-import pages  # noqa: E402
 
 GUIDES = 'idle_gpu', 'quick_start', 'technical', 'testing_guide', 'troubleshooting', 'user_guide'
 

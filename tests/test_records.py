@@ -1,11 +1,14 @@
 """Numbers come from records: the page of a record names its command, and a stored table shows its record."""
 import json
 import re
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+import records
+import tree
+import wheel
+from tree import ROOT
 
 from xtts_nb import records as module
 from xtts_nb.app.terminal import _WRITERS
@@ -13,12 +16,6 @@ from xtts_nb.bench import rows_markdown
 from xtts_nb.config import UserError
 from xtts_nb.devices import _products_in_tf32
 from xtts_nb.records import _TOOLS, headline, record, record_markdown, recorded
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / 'dev'))
-import records  # noqa: E402
-import tree  # noqa: E402
-import wheel  # noqa: E402
 
 FILES = sorted((ROOT / 'benchmarks').glob('*.json'))
 NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in tree.notebooks()}
@@ -68,11 +65,9 @@ def test_the_wheel_holds_the_records_that_pages_show():
 
 @pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize('part', ['model', 'dual'])
-def test_a_part_as_it_would_run_on_a_lent_gpu(part):
-    before = {*(ROOT / 'benchmarks').iterdir()}
-    assert records.main(['renew', '--rehearse', '--part', part]) == 0
-    assert {*(ROOT / 'benchmarks').iterdir()} == before
+def test_a_part_as_it_would_run_on_a_lent_gpu(cheap_xla):
+    assert records.main(['renew', '--rehearse', '--part', 'model']) == 0
+    assert sorted((ROOT / 'benchmarks').glob('*.json')) == FILES   # it leaves no record
 
 
 ROWS = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 2., 'spread': 0.25}]
@@ -83,7 +78,7 @@ def cpu(monkeypatch): monkeypatch.setattr(module, '_device_name', lambda: 'CPU, 
 
 def commands(page, folder) -> list[str]: return [one['command'] for one in recorded(page, folder)]
 
-def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
+def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys, monkeypatch):
     path = record('step_speed', ROWS, tmp_path / 'new', 'xtts-nb bench train --record', corpus='demo')
     one = json.loads(path.read_text())
     when = f'{one["date"]}-{one["time"].replace(":", "")}'
@@ -93,9 +88,7 @@ def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
     assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
     one = json.loads(record('a', ROWS, tmp_path, 'x', 'NVIDIA H200').read_text())
     assert one['device'] == 'NVIDIA H200' and 'tf32' not in one and one['cpu'] == module._cpu_name()
-
-def test_a_record_of_a_gpu_says_whether_it_multiplied_in_tf32(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, '_device_name', lambda: 'NVIDIA H200')
+    monkeypatch.setattr(module, '_device_name', lambda: 'NVIDIA H200')   # which has multiplied here
     for on in (True, False):
         with _products_in_tf32(on): path = record('a', [], tmp_path, 'x')
         assert json.loads(path.read_text())['tf32'] is on
@@ -140,6 +133,6 @@ def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
     record('step_speed', NOISY, tmp_path, 'xtts-nb bench train --record')
     (one,) = recorded('step_speed', tmp_path)
     origin, table = record_markdown(one, about='a small GPT').split('\n\n')
-    assert origin.startswith(f'a small GPT, CPU, 2 cores ({module._cpu_name()}), {one["date"]}.')
-    assert '`xtts-nb bench train --record`' in origin and 'b 25%' in origin and table == rows_markdown(NOISY)
+    assert origin.startswith('a small GPT, CPU, 2 cores (') and 'b 25%' in origin
+    assert table == rows_markdown(NOISY)
     with pytest.raises(UserError, match='10_data'): recorded('10_data', tmp_path)

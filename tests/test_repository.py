@@ -69,21 +69,6 @@ def test_pages_read_as_pages_and_store_their_outputs():
         assert not [o for o in outputs if o['output_type'] == 'error'], path
 
 
-TAKES_TENSORFLOW = re.compile(
-    r'^ *(import|from) (tensorflow|keras|xtts_nb\.(app|data|models|monitor\.diagnose|speech|train)\b)', re.M)
-
-def test_a_lesson_begins_with_its_installation_and_prepares_tensorflow_before_it_imports_it():
-    "Else the page shows what TensorFlow says at its start, where a user runs it."
-    for name in LESSONS:
-        code = [c['source'] for c in cells(ROOT / f'nbs/{name}.ipynb', 'code')]
-        assert code[1].startswith('#| hide\n#| eval: false\n')
-        installs = re.search(r"if not find_spec\('xtts_nb'\):\n    %pip install -q 'xtts_nb\[(\w+)\]'$",
-                             code[1])
-        assert installs[1] in PROJECT['project']['optional-dependencies']
-        text = '\n'.join(code)
-        assert re.search(r'^setup_tf\(', text, re.M).start() < TAKES_TENSORFLOW.search(text).start(), name
-
-
 def test_a_guide_in_persian_has_the_same_commands():
     for guide in 'idle_gpu', 'quick_start', 'testing_guide', 'troubleshooting', 'user_guide':
         texts = ['\n'.join(c['source'] for c in cells(ROOT / f'nbs/guides/{page}.ipynb', 'markdown'))

@@ -3,7 +3,7 @@ import pytest
 import yaml
 
 from xtts_nb.settings import (
-    _GPU_PRESETS, _LEVELS, _OPTIONS, check_used, commented_yaml, config_diff, descriptions, flat,
+    _GPU_PRESETS, _LEVELS, _OPTIONS, check_used, commented_yaml, descriptions, flat,
     from_environment, gpu_preset, nested, option_keys, optimization_level, parse_assignments, resolve)
 from xtts_nb.config import Section, UserError, XTTSConfig
 
@@ -12,8 +12,7 @@ DEFAULT = XTTSConfig()
 def laid_over(begun, **layers): return resolve(begun, 'run', layers, say=lambda line: None).config
 
 def test_a_commented_file_says_the_same_and_explains_each_key():
-    for config in (DEFAULT, XTTSConfig.tiny()):
-        assert XTTSConfig.from_dict(yaml.safe_load(commented_yaml(config))) == config
+    assert XTTSConfig.from_dict(yaml.safe_load(commented_yaml(DEFAULT))) == DEFAULT
     lines, todo = commented_yaml(DEFAULT).splitlines(), [XTTSConfig]
     while todo:
         section = todo.pop()
@@ -26,14 +25,11 @@ def test_a_commented_file_says_the_same_and_explains_each_key():
                        and f'# {comments[name]}' in line for line in lines), name
     assert 'one of float32, bfloat16, float16' in commented_yaml(DEFAULT)
 
-def test_flat_and_nested_are_inverse():
-    values = DEFAULT.model_dump()
+def test_a_key_is_given_once_and_options_are_keys():
     assert flat({'a': {}, 'b': {'c': 1, 'd': {'e': 2}}}) == {'a': {}, 'b.c': 1, 'b.d.e': 2}
-    assert nested(flat(values)) == values and {*_OPTIONS.values()} <= {*flat(values)}
+    assert {*_OPTIONS.values()} <= {*flat(DEFAULT.model_dump())}
     with pytest.raises(UserError,
                        match='data.seed: data is given as 3 too'): nested({'data': 3, 'data.seed': 1})
-    after = DEFAULT.replace(data={'batch_size': 3}, model={'gpt': {'num_layers': 2}})
-    assert config_diff(DEFAULT, after) == {'model.gpt.num_layers': (30, 2), 'data.batch_size': (8, 3)}
 
 @pytest.mark.parametrize('name', [*_GPU_PRESETS, *_LEVELS])
 def test_a_preset_changes_the_keys_it_names(name):
@@ -85,12 +81,11 @@ def test_any_key_can_be_set(text, value):
     else: assert flat(config().model_dump())[text.partition('=')[0]] == value
 
 @pytest.mark.parametrize('changes, explicit, refused', [
-    ({}, [], None), ({'data': {'seed': 7}}, [], None),
-    ({'training': {'gpt': {'precision': 'float16'}}}, [], None),
+    ({'data': {'seed': 7}, 'training': {'gpt': {'precision': 'float16'}}}, [], None),
     ({'training': {'gpt': {'precision': 'float32'}}}, [], None),   # back to the default: not a request
     ({'training': {'gpt': {'precision': 'float32'}}}, ['training.gpt.precision'],
      'training.gpt.precision: float32'),
-    ({'data': {'seed': 7, 'batch_size': 3}}, [], 'data.batch_size: 3')])
+    ({'data': {'batch_size': 3}}, [], 'data.batch_size: 3')])
 def test_a_change_without_effect_is_refused(changes, explicit, refused):
     begun = DEFAULT.replace(training={'gpt': {'precision': 'bfloat16'}})
     always = {'training.gpt.precision': 'float16', 'data.batch_size': 5}

@@ -160,7 +160,7 @@ def told(config, world, folder, part, listener=lambda *given: None):
     few = lambda gpt, training, rows: Update(gpt, training, gpt.trainable_variables[:1])
     if part == 'gpt':
         with patch.multiple(runs, Trainer=Told, Listener=listener, XTTS=lambda *given: model,
-                            load_dvae=lambda *given: None, make_update=few):
+                            load_dvae=lambda *given: None, _make_update=few):
             return new_run(world.cache, config, folder, HELD)
     with patch.multiple(parts, Trainer=Told, _Bank=lambda folder: world.bank, DVAE=lambda config: world.dvae,
                         Critic=lambda *given, **named: world.update.critic,
@@ -199,36 +199,32 @@ def decoder_losses(config, world):
     world.update.training = config.training.decoder
     return world.update.losses(*world.sounds, tf.constant(0))[0]['loss']
 
+def speaker(config, **parts):
+    "A speaker of a model without networks but those given."
+    none = dict(hifigan=None, gpt=SimpleNamespace(parity=False), dvae=SimpleNamespace(decode=None))
+    return Speaker(SimpleNamespace(config=config, **none | parts))
+
 def spoken(config, world):
     "The codes that a speaker draws from given scores."
-    model = SimpleNamespace(config=config, hifigan=None, gpt=SimpleNamespace(parity=False),
-                            dvae=SimpleNamespace(decode=None))
     scores, before = tf.constant(np.random.default_rng(0).normal(size=(64, 40)) * 2,
                                  tf.float32), tf.range(40)[None] % 2 == 0
     uniform = np.random.default_rng(1).random(64, np.float32)
-    return _sample_code(scores, before, uniform, Speaker(model).sampling.tensors(64, 1))
+    return _sample_code(scores, before, uniform, speaker(config).sampling.tensors(64, 1))
 
 def sounding(config, world):
     "A speaker's decoder, always with the same weights."
     keras.utils.set_random_seed(0)
-    model = SimpleNamespace(config=config, hifigan=(HiFiGAN(config), None), gpt=SimpleNamespace(parity=False),
-                            dvae=SimpleNamespace(decode=None))
     draw = lambda *shape: tf.random.stateless_normal(shape, (0, 0))
-    return Speaker(model).decoder(draw(1, 4, config.model.gpt.hidden_dim),
-                                  draw(1, config.model.speaker.width))
+    return speaker(config, hifigan=(HiFiGAN(config), None)).decoder(
+        draw(1, 4, config.model.gpt.hidden_dim), draw(1, config.model.speaker.width))
 
 def qkv(config, world):
     "What a product of a speaker's GPT gives, always with the same weights."
     keras.utils.set_random_seed(0)
-    model = SimpleNamespace(config=config, hifigan=None, gpt=GPT(config, 2),
-                            dvae=SimpleNamespace(decode=None))
     x = tf.random.stateless_normal((1, 1, config.model.gpt.hidden_dim), (0, 0))
-    return Speaker(model).gpt.blocks[0].qkv(x)
+    return speaker(config, gpt=GPT(config, 2)).gpt.blocks[0].qkv(x)
 
-def in_time(config, world):
-    model = SimpleNamespace(config=config, hifigan=None, gpt=SimpleNamespace(parity=False),
-                            dvae=SimpleNamespace(decode=None))
-    return Speaker(model)._at_speed(tf.ones((1, 8, 2)))
+def in_time(config, world): return speaker(config)._at_speed(tf.ones((1, 8, 2)))
 
 
 # --- the table: key -> changed value, observer, settings on both sides --------------------------------------
@@ -241,77 +237,56 @@ RATES = {'training.gpt.steps': 40, 'training.gpt.warmup_steps': 2, 'training.gpt
 HEARD = {'data.reference_frames': 120}
 DRAWN = {'speech.temperature': 1., 'speech.top_p': 0.95, 'speech.repetition_penalty': 1.5}
 
-TABLE = {
-    'model.audio.sample_rate': (16000, mel), 'model.audio.n_mels': (40, mel),
-    'model.audio.hop_length': (128, mel),
-    'model.audio.win_length': (512, mel), 'model.audio.dvae_n_fft': (2048, mel),
-    'model.audio.f_max': (6000., mel),
-    'model.audio.reference_n_fft': (4096, reference_mel),
-    'model.dvae.hidden': (24, dvae_shapes), 'model.dvae.codebook_dim': (12, dvae_shapes),
-    'model.dvae.codes': (48, dvae_shapes), 'model.dvae.resnet_blocks': (2, dvae_shapes),
-    'model.gpt.num_layers': (2, gpt_shapes), 'model.gpt.hidden_dim': (128, gpt_shapes),
-    'model.gpt.text_tokens': (60, gpt_shapes),
-    'model.gpt.max_text_tokens': (30, gpt_shapes), 'model.gpt.max_audio_codes': (30, gpt_shapes),
-    'model.gpt.prompt_latents': (6, gpt_shapes), 'model.gpt.conditioning_layers': (2, gpt_shapes),
-    'model.gpt.perceiver_layers': (2, gpt_shapes), 'model.gpt.perceiver_heads': (2, gpt_shapes),
-    'model.gpt.perceiver_head_dim': (16, gpt_shapes), 'model.gpt.num_heads': (4, updated),
-    'model.gpt.dropout': (0.5, updated),
-    'model.gpt.code_noise': (0.6, updated),
-    'model.gpt.grown_from': (1, rows_to_learn, {'training.gpt.finetune': 'rows'}),
-    'model.speaker.sample_rate': (8000, speaker_mel), 'model.speaker.n_fft': (1024, speaker_mel),
-    'model.speaker.win_length': (300, speaker_mel), 'model.speaker.hop_length': (80, speaker_mel),
-    'model.speaker.n_mels': (32, speaker_mel), 'model.speaker.pre_emphasis': (0.5, speaker_mel),
-    'model.speaker.filters': ((8, 12), encoder_shapes), 'model.speaker.blocks': ((1, 2), encoder_shapes),
-    'model.speaker.width': (12, encoder_shapes),
-    'model.decoder.sample_rate': (48000, window_length), 'model.decoder.channels': (32, decoder_shapes),
-    'model.decoder.rates': ((8, 32), sound), 'model.decoder.up_kernels': ((32, 34), decoder_shapes),
-    'model.decoder.residual_kernels': ((3, 5), decoder_shapes), 'model.decoder.dilations': ((1, 2), sound),
-    'data.batch_size': (2, planned), 'data.min_seconds': (0.9, planned), 'data.max_seconds': (0.9, planned),
-    'data.max_text_tokens': (6, planned), 'data.reference_frames': (48, first_batch),
-    'data.buckets': (1, planned),
-    'data.num_workers': (3, pipeline), 'data.prefetch_buffer_size': (7, pipeline),
-    'data.prefetch_to_gpu': (False, pipeline),
-    'data.ram_budget': (0., place), 'data.pad_to_fixed_length': (True, planned),
-    'data.reference_from': ('clip', planned),
-    'data.balance_speakers': (True, planned), 'data.balance_languages': (True, planned),
-    'data.seed': (3, planned),
-    'data.max_drop_rate': (0.3, dropped), 'data.preprocessing_mode': ('runtime', mode),
-    'data.max_cache_gb': (1e-9, mode),
-    'training.gpt.steps': (20, gpt_rates, RATES), 'training.gpt.learning_rate': (0.5, gpt_rates, RATES),
-    'training.gpt.warmup_steps': (5, gpt_rates, RATES), 'training.gpt.schedule': ('noam', gpt_rates, RATES),
-    'training.gpt.epochs': (3, length),
-    'training.gpt.finetune': ('lora', updated), 'training.gpt.lora_rank': (8, updated, ADAPTED),
-    'training.gpt.lora_alpha': (2., updated, ADAPTED), 'training.gpt.gradient_clip_norm': (1e-3, updated),
-    'training.gpt.text_loss_weight': (0.5, updated), 'training.gpt.precision': ('bfloat16', updated),
-    'training.gpt.grad_accum_steps': (2, updated), 'training.gpt.gradient_checkpointing': (True, updated),
-    'training.gpt.seed': (3, updated),
-    'training.gpt.weight_decay': (0.5, moved), 'training.gpt.beta_2': (0.5, moved),
-    'training.gpt.ema': (0.5, moved),
-    'training.gpt.mode': ('eager', compiled), 'training.gpt.tf32': (True, multiplied),
-    'training.gpt.log_every': (3, ran, RUN), 'training.gpt.checkpoint_every': (4, ran, RUN),
-    'training.gpt.keep_checkpoints': (1, ran, RUN),
-    'training.gpt.validate_every': (4, ran, RUN), 'training.gpt.patience': (1, ran, RUN),
-    'training.gpt.judge_by': ('dtw', ran, RUN),
-    'training.gpt.max_bad_steps': (2, ran, RUN), 'training.gpt.eval_clips': (2, listener, RUN),
-    'training.dvae.steps': (50, dvae_rates), 'training.dvae.learning_rate': (0.5, dvae_rates),
-    'training.dvae.batch_size': (3, crops),
-    'training.decoder.steps': (7, decoder_rates), 'training.decoder.learning_rate': (0.5, decoder_rates),
-    'training.decoder.batch_size': (3, windows),
-    'training.decoder.window': (5, windows), 'training.decoder.reference_seconds': (0.6, windows),
-    'training.decoder.mel_weight': (1., decoder_losses),
-    'training.decoder.adversarial_weight': (9., decoder_losses),
-    'training.decoder.feature_weight': (9., decoder_losses),
-    'training.decoder.speaker_weight': (9., decoder_losses),
-    'training.decoder.adversarial_from': (5, decoder_losses),
-    'training.decoder.periods': ((2, 3), critic_shapes), 'training.decoder.windows': ((512,), critic_maps),
-    'training.decoder.channels': (4, critic_shapes),
-    'speech.temperature': (0., spoken, DRAWN), 'speech.top_k': (2, spoken, DRAWN),
-    'speech.top_p': (0.1, spoken, DRAWN),
-    'speech.repetition_penalty': (5., spoken, DRAWN), 'speech.speed': (2., in_time),
-    'speech.decoder_precision': ('bfloat16', sounding), 'speech.weights': ('int8', qkv),
-    'speech.max_reference_seconds': (0.6, prompt, HEARD), 'speech.reference_seconds': (2.6, prompt, HEARD),
-    'speech.reference_chunk_seconds': (1., prompt, HEARD),
-}
+def rows(section: str, observe, given=None, **values) -> dict:
+    given = [given] if given else []
+    return {f'{section}.{name}': (value, observe, *given) for name, value in values.items()}
+
+TABLE = (
+    rows('model.audio', mel, sample_rate=16000, n_mels=40, hop_length=128, win_length=512, dvae_n_fft=2048,
+         f_max=6000.)
+    | rows('model.audio', reference_mel, reference_n_fft=4096)
+    | rows('model.dvae', dvae_shapes, hidden=24, codebook_dim=12, codes=48, resnet_blocks=2)
+    | rows('model.gpt', gpt_shapes, num_layers=2, hidden_dim=128, text_tokens=60, max_text_tokens=30,
+           max_audio_codes=30, prompt_latents=6, conditioning_layers=2, perceiver_layers=2, perceiver_heads=2,
+           perceiver_head_dim=16)
+    | rows('model.gpt', updated, num_heads=4, dropout=0.5, code_noise=0.6)
+    | rows('model.gpt', rows_to_learn, {'training.gpt.finetune': 'rows'}, grown_from=1)
+    | rows('model.speaker', speaker_mel, sample_rate=8000, n_fft=1024, win_length=300, hop_length=80,
+           n_mels=32, pre_emphasis=0.5)
+    | rows('model.speaker', encoder_shapes, filters=(8, 12), blocks=(1, 2), width=12)
+    | rows('model.decoder', window_length, sample_rate=48000)
+    | rows('model.decoder', decoder_shapes, channels=32, up_kernels=(32, 34), residual_kernels=(3, 5))
+    | rows('model.decoder', sound, rates=(8, 32), dilations=(1, 2))
+    | rows('data', planned, batch_size=2, min_seconds=0.9, max_seconds=0.9, max_text_tokens=6, buckets=1,
+           pad_to_fixed_length=True, reference_from='clip', balance_speakers=True, balance_languages=True,
+           seed=3)
+    | rows('data', first_batch, reference_frames=48) | rows('data', place, ram_budget=0.)
+    | rows('data', pipeline, num_workers=3, prefetch_buffer_size=7, prefetch_to_gpu=False)
+    | rows('data', dropped, max_drop_rate=0.3)
+    | rows('data', mode, preprocessing_mode='runtime', max_cache_gb=1e-9)
+    | rows('training.gpt', gpt_rates, RATES, steps=20, learning_rate=0.5, warmup_steps=5, schedule='noam')
+    | rows('training.gpt', length, epochs=3)
+    | rows('training.gpt', updated, finetune='lora', gradient_clip_norm=1e-3, text_loss_weight=0.5,
+           precision='bfloat16', grad_accum_steps=2, gradient_checkpointing=True, seed=3)
+    | rows('training.gpt', updated, ADAPTED, lora_rank=8, lora_alpha=2.)
+    | rows('training.gpt', moved, weight_decay=0.5, beta_2=0.5, ema=0.5)
+    | rows('training.gpt', compiled, mode='eager') | rows('training.gpt', multiplied, tf32=True)
+    | rows('training.gpt', ran, RUN, log_every=3, checkpoint_every=4, keep_checkpoints=1, validate_every=4,
+           patience=1, judge_by='dtw', max_bad_steps=2)
+    | rows('training.gpt', listener, RUN, eval_clips=2)
+    | rows('training.dvae', dvae_rates, steps=50, learning_rate=0.5)
+    | rows('training.dvae', crops, batch_size=3)
+    | rows('training.decoder', decoder_rates, steps=7, learning_rate=0.5)
+    | rows('training.decoder', windows, batch_size=3, window=5, reference_seconds=0.6)
+    | rows('training.decoder', decoder_losses, mel_weight=1., adversarial_weight=9., feature_weight=9.,
+           speaker_weight=9., adversarial_from=5)
+    | rows('training.decoder', critic_shapes, periods=(2, 3), channels=4)
+    | rows('training.decoder', critic_maps, windows=(512,))
+    | rows('speech', spoken, DRAWN, temperature=0., top_k=2, top_p=0.1, repetition_penalty=5.)
+    | rows('speech', in_time, speed=2.) | rows('speech', sounding, decoder_precision='bfloat16')
+    | rows('speech', qkv, weights='int8')
+    | rows('speech', prompt, HEARD, max_reference_seconds=0.6, reference_seconds=2.6,
+           reference_chunk_seconds=1.))
 
 def shared(part: str, drawn) -> dict:
     "The rows of what the DVAE and the decoder have in common with the GPT, in their own section."
@@ -319,11 +294,11 @@ def shared(part: str, drawn) -> dict:
            for name in ('steps', 'log_every', 'checkpoint_every', 'validate_every', 'mode')}
     seen = {'compiled': partial(compiled, part=part), 'moved': partial(moved, part=part),
             'multiplied': partial(multiplied, part=part), 'ran': partial(ran, part=part)}
-    rows = {name: TABLE[f'training.gpt.{name}'] for name in parts.PartTraining.model_fields
-            if name not in ('steps', 'learning_rate', 'seed')}
+    common = {name: TABLE[f'training.gpt.{name}'] for name in parts.PartTraining.model_fields
+              if name not in ('steps', 'learning_rate', 'seed')}
     return {f'training.{part}.seed': (3, drawn)} | {
         f'training.{part}.{name}': (value, seen[observe.__name__], *([run] if given else []))
-        for name, (value, observe, *given) in rows.items()}
+        for name, (value, observe, *given) in common.items()}
 
 TABLE |= shared('dvae', crops) | shared('decoder', windows)
 TABLE['training.decoder.weight_decay'] = 0.5, partial(moved, part='decoder')

@@ -7,9 +7,9 @@ from process import xtts_nb
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_first_page(speech, tmp_path):
-    "`prepare` learns its DVAE, `train` 40 updates of the tiny preset, `say` speaks."
-    (tmp_path / 'short.yaml').write_text('training: {dvae: {steps: 50}}')
+def test_the_commands_of_the_first_page(speech, tmp_path, cheap_xla):
+    "`prepare` learns its DVAE, `train` 40 updates of the tiny preset in two shapes, `say` speaks."
+    (tmp_path / 'short.yaml').write_text('data: {buckets: 2}\ntraining: {dvae: {steps: 20}}')
     run = lambda *words: xtts_nb(*words, '--json', cwd=tmp_path, timeout=1800)
     done = run('prepare', speech, '--out', 'runs/lj', '--config', 'short.yaml')
     assert done.code == 0 and done.json['clips'] >= 8, done.err

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import tensorflow as tf
+
 from xtts_nb.monitor.seen import _Seen
 from xtts_nb.monitor.watch import Event, _Look, _Passes, _Place
 
@@ -30,6 +32,11 @@ def seen(looks=(), events=(), loop=('next', LINE), **more) -> _Seen:
 
 def calls(kind, count, every=.1, seconds=.01, place=LINE, **more):
     return [Event(kind, place, every * i, seconds, **more) for i in range(count)]
+
+def threads(n, data):
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = n
+    return data.with_options(options)
 
 def only(found):
     (one,) = found

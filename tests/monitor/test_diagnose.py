@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from process import python
+from watched import threads
 
 from xtts_nb.bench import _Arm
 from xtts_nb.config import UserError, setup_tf
@@ -26,11 +27,6 @@ def finding(disease, gain, cure=None): return Finding(disease, f'why {disease}',
 def called(function, *args, **kwargs):
     function(*args, **kwargs)
     return Call(function, args, kwargs, 0., False)
-
-def threads(n, data):
-    options = tf.data.Options()
-    options.threading.private_threadpool_size = n
-    return data.with_options(options)
 
 # --- costs of an iteration ---------------------------------------------------------------------------------
 
@@ -212,16 +208,13 @@ def test_a_remedy_is_tried_on_what_earlier_ones_left():
 
 # --- whole trainings ---------------------------------------------------------------------------------------
 
-def test_a_diagnosis_in_text_markdown_and_json():
+def test_a_diagnosis_in_text_and_json():
     m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
-    shares, found = {'input': .444, 'host': .556}, [finding('a', 2.04), finding('b', 1.5)]
-    one = Diagnosis(found, m, 'input-bound', shares, 'Map', ['n'], ['u'], 1.26)
-    assert one.lines()[1:] == ['1. a, gain 2.0 x', '   why a', '   Remedy: do a.', '2. b, gain 1.5 x',
-                               '   why b', '   Remedy: do b.', 'Note: n', 'Not seen: u.']
-    assert '| a | why a | do a | 2.0 × |' in one._repr_markdown_()
+    one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .444}, 'Map', ['n'], ['u'], 1.26)
+    assert one.lines()[1:] == ['1. a, gain 2.0 x', '   why a', '   Remedy: do a.', 'Note: n', 'Not seen: u.']
     said = json.loads(json.dumps(one.to_dict()))
     assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
-    assert repr(Diagnosis([], m, 'input-bound', shares, None, [], [], 1.)).endswith('\nNothing to fix.')
+    assert repr(Diagnosis([], m, 'input-bound', {}, None, [], [], 1.)).endswith('\nNothing to fix.')
 
 def test_a_finite_dataset_of_python_batches_and_a_step_that_returns_nothing():
     batches = [np.ones((4, 2), 'f')] * 30

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 sys.path.append(str(Path(__file__).parents[1]))
-from watched import calls, LINE, OTHER, passes, seen
+from watched import calls, LINE, OTHER, passes, seen, threads
 
 from xtts_nb.bench import _Arm, Comparison
 from xtts_nb.config import setup_tf
@@ -28,11 +28,6 @@ MODULES = diagnose, graph_rules, input_rules, program, trials
 gc.freeze()   # each trial looks for variables among all objects; none is among what imports made
 
 # --- what the table names: pipelines and functions ---------------------------------------------------------
-
-def threads(n, data):
-    options = tf.data.Options()
-    options.threading.private_threadpool_size = n
-    return data.with_options(options)
 
 def numbers(n=9): return tf.data.Dataset.range(n)
 def read(i): return tf.io.read_file(tf.strings.as_string(i))

@@ -73,16 +73,12 @@ def test_large_pieces_are_copies_and_small_ones_are_syncs(clock):
         hooks._original['fetch'] = lambda tensor: (clock.sleep(.25), fetch(tensor))[1]
         data, scalar = [tf.constant(large), tf.constant(small)], tf.constant(1.)
         with hooks.step() as only_up: tf.constant(large), tf.constant(small), tf.constant(2.)
-        with hooks.step() as only_down: data[0].numpy()
         with hooks.step() as events:
             data[1].numpy(), scalar.numpy(), data[0].numpy()
             clock.sleep(1.)
-            data[0].numpy(), tf.constant(large)
-            clock.sleep(2.)
             tf.constant(large)
     assert (only_up.up, only_up.down, only_up.detour, only_up.syncs) == (_LARGE, 0, 0., 0)
-    assert (only_down.up, only_down.down, only_down.detour, only_down.syncs) == (0, _LARGE, 0., 0)
-    assert (events.up, events.down, events.detour) == (2 * _LARGE, 2 * _LARGE, .25 + 1 + .25 + 2)
+    assert (events.up, events.down, events.detour) == (_LARGE, _LARGE, .25 + 1)
     assert (events.syncs, events.sync) == (2, .5)
 
 def test_functions_are_restored_after_a_failure():
@@ -129,16 +125,11 @@ def stuck(gate=threading.Event()):   # noqa: B008
     gate.wait(9)
 
 @pytest.mark.parametrize('work, place', [
-    (lambda: first_batches([]), 'empty'), (lambda: first_batches(raising(0)), 'first batch: OSError: clip 7'),
     (lambda: first_batches(raising(2)), 'batch 2: OSError: clip 7'),
-    (lambda: first_batches(range(3)), '3 of'),
-    (lambda: first_batches(stuck(), 2, .05), '0.05 s after 1'),
-    (lambda: page.first_step(lambda b: 1 / 0, 2), 'first batch: Zero'),
+    (lambda: first_batches(range(3)), '3 of'), (lambda: first_batches(stuck(), 2, .05), '0.05 s after 1'),
     (lambda: time_phases(batches(), len, steps=1), '1 steps'),
-    (lambda: time_phases(batches(5), len, steps=4), 'after 5 batches'),
     (lambda: time_phases(raising(2), len, steps=4), 'batch 2: OSError: clip 7'),
-    (lambda: time_phases(7, len, steps=4), 'first batch: TypeError'),
-    (lambda: time_phases(batches(), lambda b: 1 / 0, steps=4), 'batch 0: ZeroDivisionError')])
+    (lambda: time_phases(7, len, steps=4), 'first batch: TypeError')])
 def test_what_fails_names_its_place(work, place):
     with pytest.raises(UserError, match=place): work()
 

@@ -1,6 +1,5 @@
 "What is said of a program for a GPU, compared with XLA itself; and nothing where nothing is wrong."
 import inspect
-from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -8,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.devices import _products_in_tf32
-from xtts_nb.monitor import preflight as page
-from xtts_nb.monitor.preflight import _gpu_kernel, _KINDS, preflight, _xla_kernel
+from xtts_nb.monitor.preflight import _KINDS, preflight
 
 X = tf.ones((4, 6))
 
@@ -29,10 +27,6 @@ def printed(x):
     tf.print(x)
     return x
 def parts(x): return tf.math.segment_sum(x, tf.constant([0, 0, 1, 1]))
-def drawn(x): return tf.image.crop_and_resize(x[None, :, :, None], X[:1, :4], [0], (4, 4))
-def written(x): return tf.audio.decode_wav(tf.strings.as_string(x[0, 0]))[0]
-def ragged(x): return tf.RaggedTensor.from_row_lengths(x, [1, 3]).to_tensor()
-def histogram(x): return tf.histogram_fixed_width(x, [0., 1.])
 def chosen(x): return tf.boolean_mask(x, x > 0)
 def distinct(x): return tf.unique(tf.reshape(x, [-1])).y
 def divided(x): return tf.dynamic_partition(x, tf.cast(x > 0, tf.int32), 2)
@@ -40,12 +34,11 @@ def shaped(x): return tf.reshape(x, tf.stack([tf.cast(tf.reduce_max(x), tf.int32
 def checked(x):
     tf.debugging.assert_greater(x, 0.)
     return tf.linalg.norm(tf.debugging.check_numerics(x, 'x'))
-def sorted_(x): return tf.sort(x), tf.math.top_k(x, 2), tf.cumsum(x), tf.argmax(x)
 def transformed(x): return tf.signal.rfft(x), tf.signal.stft(x[0], 4, 2)
 
 @pytest.mark.parametrize('function', [
-    numpy_sine, python_sine, words, printed, parts, drawn, written, ragged, histogram, chosen, distinct,
-    divided, shaped, checked, sorted_, transformed], ids=lambda f: f.__name__)
+    numpy_sine, python_sine, words, printed, parts, chosen, distinct, divided, shaped, checked, transformed],
+    ids=lambda f: f.__name__)
 def test_xla_refuses_what_is_said_to_be_refused_and_nothing_else(function):
     "The first operation that is said to be refused is the one that XLA names. Sizes by value compile."
     compiled = tf.function(function, jit_compile=True)
@@ -57,7 +50,7 @@ def test_xla_refuses_what_is_said_to_be_refused_and_nothing_else(function):
 
 GRAPH = {numpy_sine: ('Python', 'PyFunc'), python_sine: ('Python', 'EagerPyFunc'),
          words: ('host operation', 'AsString'), shuffled: ('host operation', 'RandomShuffle'),
-         histogram: None, parts: None, checked: None, sorted_: None, transformed: None,
+         parts: None, checked: None, transformed: None,
          chosen: ('wait', 'Where'), distinct: ('wait', 'Unique'), divided: ('wait', 'DynamicPartition'),
          shaped: ('wait', 'Pack of int32')}
 
@@ -118,11 +111,6 @@ def test_what_is_not_run_or_known_before_is_not_named():
     assert found(step) == found(step, jit=True) == []
     assert found(step, tf.TensorSpec((None, None))) == []
 
-def model_of(*layers, **how):
-    model = keras.Sequential(layers)
-    model.compile(**how)
-    return model
-
 def fit(model, x, y) -> list[tuple]:
     "What is said of the function that `fit` calls for each batch, before it is called."
     data = tf.data.Dataset.from_tensors((x, y)).repeat()
@@ -145,9 +133,9 @@ def half():
 def test_a_small_network_for_images_of_keras(half, jit, metrics, said):
     "For the accuracy, Keras looks for the signs of zeros in the bits of the outputs, as int32."
     entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = model_of(half.Input((8, 8, 3)), half.Conv2D(4, 3), half.BatchNormalization(), half.MaxPool2D(),
-                     half.Flatten(), half.Dense(5), optimizer='adam', loss=entropy, metrics=metrics,
-                     jit_compile=jit)
+    model = keras.Sequential([half.Input((8, 8, 3)), half.Conv2D(4, 3), half.BatchNormalization(),
+                              half.MaxPool2D(), half.Flatten(), half.Dense(5)])
+    model.compile('adam', entropy, metrics=metrics, jit_compile=jit)
     assert fit(model, tf.ones((2, 8, 8, 3)), tf.zeros(2, tf.int32)) == said
 
 def test_place_count_and_bytes():
@@ -161,19 +149,12 @@ def test_place_count_and_bytes():
     assert f'3 x AsString at {strings.place}, 288 bytes' in strings.line
     assert strings.to_dict()['means'] == _KINDS['host operation']
 
-def test_a_kernel_fits_by_its_types_and_any_function_is_read():
-    graph = tf.function(lambda x: (tf.scatter_nd([[0]], [True], [3]), x + 1)).get_concrete_function(X).graph
-    scatter, add = (next(op for op in graph.get_operations() if op.type == kind)
-                    for kind in ('ScatterNd', 'AddV2'))
-    assert _gpu_kernel(scatter) is None and _xla_kernel(scatter) and not _gpu_kernel(add).host_memory_arg
+def test_any_function_is_read():
     graph = tf.function(shuffled)
     for given in ((shuffled, X), (graph, tf.TensorSpec((4, 6))), (graph.get_concrete_function(X),)):
         assert [o.op for o in preflight(*given)] == ['RandomShuffle']
 
-def test_the_place_is_outside_tensorflow_keras_and_this_page():
-    frame = lambda file, line: SimpleNamespace(filename=file, lineno=line)
-    at = lambda *frames: page._source_line(SimpleNamespace(traceback=frames))
-    mine, theirs = frame('/somewhere/project/train.py', 7), frame(keras.__file__, 1)
-    assert at(frame('/a.py', 1), mine, theirs, frame(tf.__file__, 2)) == 'project/train.py:7'
-    assert at(mine, frame(page.__file__, 300), frame(inspect.__file__, 9)) == 'project/train.py:7'
-    assert at(theirs) == at() == '' and at(frame('ipykernel_12/345.py', 3)) == 'cell:3'
+def test_a_kernel_fits_by_its_types():
+    scattered = lambda x, dtype: tf.scatter_nd([[0]], [tf.cast(x[0, 0] > 0, dtype)], [3])
+    assert found(lambda x: scattered(x, tf.bool)) == [('host operation', 'ScatterNd')]
+    assert found(lambda x: scattered(x, tf.float32)) == found(lambda x: scattered(x, tf.bool), jit=True) == []

@@ -68,26 +68,21 @@ for i in range(int(sys.argv[1])): total = step(tf.ones(9), i)
 print(float(total))
 '''
 
-def test_a_script_runs_as_it_would_and_is_explained(tmp_path, capsys):
+def test_a_script_runs_as_it_would_and_is_explained(ran, tmp_path):
     path, before = tmp_path / 'train.py', [*sys.argv]
     path.write_text(SCRIPT)
-    watch = watch_script(path, ['25'])
-    assert float(capsys.readouterr().out) == 24 + 9 * 780 and sys.argv == before
-    found, _ = explain(watch)
-    assert found[0].disease == 'retracing' and found[0].place == 'train.py:7'
-    assert found[0].line.startswith('for i in range(int(sys.argv[1]))')
-    assert 'tf.constant(count)' in found[0].change
+    done = ran(f'diagnose --json {path} 25')
+    assert float(done.err.splitlines()[0]) == 24 + 9 * 780 and sys.argv == before
+    found = done.json['findings'][0]
+    assert found['disease'] == 'retracing' and found['place'] == 'train.py:7'
+    assert found['line'].startswith('for i in range(int(sys.argv[1]))')
+    assert 'tf.constant(count)' in found['change'] and done.json['notes'] is not None
+    refused = ran(f'diagnose --apply {path} 40')
+    assert refused.code == 2 and 'only --seconds and --json act on a script' in refused.err
 
-def test_a_script_is_ended_when_enough_was_seen(tmp_path):
-    path = tmp_path / 'long.py'
-    path.write_text('import tensorflow as tf\nf = tf.function(lambda x: x + 1)\nx = tf.zeros(1)\n'
-                    'try:\n    while True: x = f(x)\nexcept Exception: pass\n')
-    start = time.perf_counter()
-    watch = watch_script(path, seconds=1.)
-    assert time.perf_counter() - start < 20 and len(watch.events) > 9
-    path.write_text('while True: pass')   # a loop that nothing counts
-    start = time.perf_counter()
-    assert watch_script(path, seconds=.2).events == [] and 1.9 < time.perf_counter() - start < 15
+def test_a_loop_that_nothing_counts_is_ended(tmp_path):
+    (tmp_path / 'long.py').write_text('while True: pass')
+    assert watch_script(tmp_path / 'long.py', seconds=.2).events == []
 
 def test_a_script_that_fails_is_named(tmp_path):
     (tmp_path / 'bad.py').write_text('raise ValueError("no data")')
@@ -126,8 +121,11 @@ def test_a_training_that_fails_is_let_go():
     train()
     assert OwnedIterator.__next__ is plain and callback.findings is not None
 
-def test_a_validation_is_watched_apart(capsys):
-    "Its batches and its pipeline are not those of the training; `evaluate` alone is none."
+def test_a_validation_is_watched_apart(monkeypatch):
+    """Its batches and its pipeline are not those of the training; `evaluate` alone is none.
+
+    No rule is asked: the trials of all would take longer than the training."""
+    monkeypatch.setattr(page, '_PROGRAM_RULES', [])
     rows = tf.data.Dataset.from_tensor_slices((np.ones((64, 3), 'float32'), np.ones((64, 1), 'float32')))
     model, callback = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), Diagnose(report=None)
     model.compile('sgd', 'mse')
@@ -144,7 +142,7 @@ def test_a_validation_is_watched_apart(capsys):
     model.evaluate(rows.batch(8), verbose=0, callbacks=[callback])   # after the training
     assert len([e for e in callback.watch.events if e.kind == 'validation']) == len(tests)
 
-def test_fit_is_watched_and_continues(capsys):
+def test_fit_is_watched_and_continues():
     def rows():
         for _ in range(240):
             time.sleep(.004)
@@ -158,18 +156,8 @@ def test_fit_is_watched_and_continues(capsys):
     history = model.fit(data, epochs=1, verbose=0, callbacks=[diagnose])
     assert len(history.history['loss']) == 1 and not isinstance(model.train_function, page.FitPhases)
     first = diagnose.findings[0].disease   # on busy cores the small batches cost more
-    assert first in ('Python makes the batches', 'tiny batch') and diagnose.fit.wait_share > 0
+    assert first in ('Python makes the batches', 'tiny batch')
     assert lines[0].startswith(f'1. {first} at test_program.py:')
-
-@pytest.mark.slow
-def test_the_command_takes_a_script(ran, tmp_path):
-    path = tmp_path / 'train.py'
-    path.write_text(SCRIPT)
-    result = ran(f'diagnose --json {path} 40')
-    assert result.json['findings'][0]['disease'] == 'retracing' and result.json['notes'] is not None
-    assert result.json['findings'][0]['place'] == 'train.py:7'
-    refused = ran(f'diagnose --apply {path} 40')
-    assert refused.code == 2 and 'only --seconds and --json act on a script' in refused.err
 
 def test_a_fit_that_the_end_of_the_watch_meets():
     "Its waiting is what was measured until then; where nothing was, the fit tells nothing."

@@ -31,6 +31,8 @@ def stack(*frames):
 TF, KERAS = (f'{os.path.dirname(m.__file__)}/{part}' for m, part in ((tf, 'python'), (keras, 'src')))
 USER = ('/users/me/train.py', 'main', 42)
 
+CALLBACKS = f'{KERAS}/callbacks/callback_list.py', 'on_epoch_end', 1
+
 @pytest.mark.parametrize('inside, kind', [
     ([(f'{TF}/data/ops/iterator_ops.py', '__next__', 1)], 'input'),
     ([(f'{TF}/framework/ops.py', 'numpy', 1)], 'fetch'),
@@ -41,6 +43,7 @@ USER = ('/users/me/train.py', 'main', 42)
       (f'{TF}/eager/polymorphic_function/polymorphic_function.py', '__call__', 1)], 'graph'),
     ([(f'{KERAS}/saving/saving_api.py', 'save_model', 1)], 'save'),
     ([(f'{TF}/ops/summary_ops_v2.py', 'scalar', 1)], 'summary'),
+    ([(page.__file__, '_end_pass', 9)], 'end'),
     ([(f'{np.__path__[0]}/core/numeric.py', 'full', 1)], 'numpy'), ([], 'own')])
 def test_a_look_says_what_a_line_waits_for(inside, kind):
     look = look_at(stack(*inside, USER, ('/users/me/train.py', '<module>', 7)), 3.)
@@ -48,11 +51,10 @@ def test_a_look_says_what_a_line_waits_for(inside, kind):
     assert look.within == (inside[-1][1] if inside else '')
 
 def test_a_callback_of_the_user_is_a_callback():
-    frames = [USER, (f'{KERAS}/callbacks/callback_list.py', 'on_epoch_end', 1),
-              (f'{KERAS}/backend/tensorflow/trainer.py', 'fit', 1), ('/users/me/train.py', '<module>', 50)]
-    assert look_at(stack(*frames)).kind == 'callback'
-    board = (f'{KERAS}/callbacks/tensorboard.py', 'TensorBoard.on_epoch_end', 1)
-    assert look_at(stack(board, *frames[1:])).callback == 'TensorBoard'
+    fit = CALLBACKS, (f'{KERAS}/backend/tensorflow/trainer.py', 'fit', 1), USER
+    assert look_at(stack(USER, *fit)).kind == 'callback'
+    board = f'{KERAS}/callbacks/tensorboard.py', 'TensorBoard.on_epoch_end', 1
+    assert look_at(stack(board, *fit)).callback == 'TensorBoard'
 
 def test_what_pip_installed_beside_a_program(tmp_path):
     "By the lists that pip leaves, as of `pip install --target`; scripts lie outside of the folder."
@@ -160,7 +162,6 @@ def test_an_iterator_is_let_go_when_the_next_pass_begins():
         assert [e.place.text for e in watch.events if e.kind == 'end'] == [
             'for _ in data: pass', 'for _ in data.batch(2): pass', 'it = iter(data)']
     assert all(0 <= e.seconds < 5 for e in watch.events) and watch._pass is None
-    assert look_at(stack((page.__file__, '_end_pass', 9), (HERE, 'f', 3))).kind == 'end'
 
 def test_an_iterator_that_a_function_gets_is_not_kept_beyond_its_next_call():
     take, plain = tf.function(lambda batches: next(batches)), tf.function(lambda x: x)
@@ -190,28 +191,19 @@ def test_the_main_loop_begins_with_its_third_call():
     assert within.loop == ('fit', LINE) and (within.begin, within.end) == (2.,
         4.05) and len(within.steps) == 21
 
-def test_a_finding_has_an_interval_and_a_line():
+def test_a_finding_has_an_interval():
     found = finding(seen(['own'] * 400), 'cause', 'evidence', 'remedy', .5, .2, LINE, 'a\nb')
     assert found.predicted_gain == pytest.approx(1 / .6) and found.low < found.predicted_gain < found.high
-    lines = _finding_lines([found], ['a note'])
-    assert lines[0].startswith('1. cause at watched.py:3: about 1.7 x as fast (')
-    assert lines[1:6] == [f'   > {LINE.text}', '   evidence.', '   Change: remedy.', '       a', '       b']
     assert _finding_lines([replace(found, low=3., high=500.)], [])[0].endswith('(3.0 or more)')
-    assert {'place', 'line', 'change', 'gain_interval'} < found.to_dict().keys()
 
 def test_variables_are_put_back():
+    "One of a graph, as programs of the first TensorFlow have it, has no value outside: it is left alone."
+    with tf.Graph().as_default(): inside = tf.compat.v1.get_variable('inside', initializer=[1., 2.])
     v = tf.Variable([1., 2.])
     with _variables_put_back() as possible: v.assign([5., 5.])
-    assert possible and v.numpy().tolist() == [1., 2.]
+    assert possible and v.numpy().tolist() == [1., 2.] and inside.graph is not None
     with _variables_put_back(most=0.) as possible: v.assign([5., 5.])
     assert not possible and v.numpy().tolist() == [5., 5.]
-
-def test_a_variable_of_a_graph_is_left_alone():
-    "As a program of the first TensorFlow has them; it has no value outside of its graph."
-    with tf.Graph().as_default(): inside = tf.compat.v1.get_variable('inside', initializer=[1., 2.])
-    v = tf.Variable(3.)
-    with _variables_put_back() as possible: v.assign(4.)
-    assert possible and v.numpy() == 3. and inside.graph is not None
 
 def test_what_may_be_called_again():
     "Not a step that reads an iterator, which would be at its end. Nothing of the program is changed by it."
