@@ -3,10 +3,12 @@ import pytest
 
 
 @pytest.fixture(scope='session')
-def plain(mini):
+def plain(small):
     "One block, no dropout, no XLA, a constant rate."
-    return mini.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}, training={'gpt': {
-        'learning_rate': 1e-3, 'warmup_steps': 0, 'schedule': 'constant'}})
+    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1,
+                                        'dropout': 0., 'code_noise': 0.}},
+                         training={'gpt': {'learning_rate': 1e-3, 'warmup_steps': 0, 'schedule': 'constant',
+                                   'mode': 'graph'}})
 
 
 @pytest.fixture(scope='session')
