@@ -538,4 +538,4 @@ def test_the_full_size_trains_in_16_gb(corpus, tokenizer, tmp_path, record_prope
     record_property('peak_gb', peak / 1e9)
     print(f'{peak / 1e9:.1f} GB', (tmp_path / 'run' / 'metrics.jsonl').read_text(), sep='\n')
     shutil.rmtree(tmp_path)   # gigabytes
-    assert child.returncode == 0 and 5e9 < peak < 16e9, said   # the weights with their gradients and moments: 7 GB
+    assert child.returncode == 0 and 5e9 < peak < 16e9, said   # 7 GB are weights, gradients and moments
