@@ -35,7 +35,7 @@ GUIDES = Path(__file__).resolve().parents[2] / 'nbs/guides'
 def mini(plain) -> XTTSConfig:
     "One block, one shape, nothing random."
     return plain.replace(data={'buckets': 1}, training={'gpt': {
-        'steps': 6, 'learning_rate': 1e-4, 'log_every': 1, 'checkpoint_every': 3}})
+        'steps': 6, 'learning_rate': 5e-4, 'log_every': 1, 'checkpoint_every': 3}})
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
