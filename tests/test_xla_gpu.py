@@ -15,34 +15,21 @@ BY_HOST = {'gradients, accumulation': (0, 1, 1),   # the parts of a batch; the h
            'speech': (0, 1, 0)}   # it ends with the last text: the host reads a flag for each code
 
 
-@pytest.fixture(scope='module')
-def rows():
-    "What the compiler says of each small program."
+@pytest.mark.slow
+def test_a_gpu_takes_every_program_and_the_host_decides_nothing_but_what_is_named():
     try: xla_gpu.setup()
     except subprocess.CalledProcessError: pytest.skip('pip finds no wheels of JAX for CUDA here')
     command = [sys.executable, TOOL, 'small', 'h100']
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {row['name']: row for row in map(json.loads, done.stdout.splitlines()) if row}
-
-
-@pytest.mark.slow
-def test_a_gpu_takes_every_program(rows):
+    rows = {row['name']: row for row in map(json.loads, done.stdout.splitlines()) if row}
     assert {name: row['refused'] for name, row in rows.items() if row['refused']} == {}
     parts = {f'{part}, {one["name"]}' for one in xla_gpu.requests(True) for part in one.get('parts', ())}
     assert rows.keys() == parts | xla_gpu.OTHERS.keys() and len(parts) == 9
     assert all(row['kernels'] and row['peak'] for row in rows.values())
-
-
-@pytest.mark.slow
-def test_the_host_decides_nothing_but_what_is_named(rows):
     found = {name: (row['host_conditionals'], row['host_loops'], row['known_turns'])
              for name, row in rows.items()}
     assert {name: n for name, n in found.items() if any(n)} == BY_HOST
-
-
-@pytest.mark.slow
-def test_the_update_writes_in_place_and_the_gradients_write_nothing(rows):
-    for name, row in rows.items():
+    for name, row in rows.items():   # the update writes in place, the gradients write nothing
         if name.startswith('update'): assert row['in_place'] > 0.99 * row['results'], name
         if name.startswith('gradients'): assert row['in_place'] == 0, name
 

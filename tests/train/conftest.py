@@ -13,10 +13,14 @@ def plain(small):
 
 @pytest.fixture(scope='session')
 def runtime(corpus, mini, dvae, prepared, tmp_path_factory):
-    "The corpus of `prepared`, its codes left to be made; to be read only."
+    "The corpus of `prepared` for batches of one shape, its codes left to be made; to be read only."
     from xtts_nb.data.cache import Cache
     from xtts_nb.data.prepare import prepare
     out = tmp_path_factory.mktemp('runtime') / 'cache'
-    settings = mini.replace(data={'preprocessing_mode': 'runtime'})
+    settings = mini.replace(data={'preprocessing_mode': 'runtime', 'buckets': 1})
     prepare(corpus, out, settings, dvae, prepared.tokenizer, shard_clips=5)
     return Cache(out)
+
+
+@pytest.fixture
+def two_cards(monkeypatch): monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')

@@ -1,8 +1,8 @@
 "A finished model learns on: a language is added, adapters move, the memory is known, the rate is found."
 import json
+import os
 import shutil
 import subprocess
-import sys
 import time
 from copy import copy
 from pathlib import Path
@@ -16,12 +16,13 @@ import tensorflow as tf
 
 from benchmarks import xla_gpu
 from cheap import read_eagerly
-from process import COMMAND, environment, tree, xtts_nb
+from process import started, tree, xtts_nb
 from xtts_nb.config import GPTTraining, UserError, XTTSConfig
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.prepare import prepare
 from xtts_nb.data.text import Tokenizer, train_tokenizer
 from xtts_nb.files import named_weights, read_tensors, save_weights, write_tensors
+from xtts_nb.models.dvae import DVAE
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import _POLICIES, XTTS
@@ -56,20 +57,18 @@ SHALLOW = XTTSConfig.tiny(width=64).replace(model={'gpt': {'num_layers': 1, 'con
 @pytest.fixture(scope='module')
 def model(english): return XTTS(SHALLOW.replace(model={'gpt': {'text_tokens': english.size}}), english)
 
-def test_old_texts_keep_their_ids_and_new_ones_are_known(english, tmp_path):
-    "To the last character, in any order of the texts, also after it went through a file."
+def test_new_texts_are_known_in_any_order_and_from_a_file(english, tmp_path):
     grown = _grow_tokenizer(english, 'fa', NEW)
     assert grown.start == english.start and grown.languages == ['en', 'fa']
     grown.save(tmp_path / 't.json')
     again = Tokenizer.load(tmp_path / 't.json')
     assert again.to_json() == grown.to_json() == _grow_tokenizer(english, 'fa', reversed(NEW)).to_json()
-    for text in NEW:
-        ids = again.encode(text, 'fa')
-        assert not again.unknown(text, 'fa') and 1 not in ids
-        assert again.decode(ids) == '[fa]' + again.clean(text, 'fa')
     marks = {m.pop('content'): m for m in json.loads(grown.bpe.to_str())['added_tokens']}
     assert marks['[fa]'] == marks['[en]'] | {'id': english.size}
-    assert _grow_tokenizer(again, 'sw', ['ŋ']).encode(NEW[0], 'fa') == grown.encode(NEW[0], 'fa')
+    more = _grow_tokenizer(again, 'sw', ['ŋ'])
+    for text in NEW:
+        ids = more.encode(text, 'fa')
+        assert ids == grown.encode(text, 'fa') and 1 not in ids and not more.unknown(text, 'fa')
 
 def test_pieces_make_rows_shorter_and_leave_old_texts_alone(english):
     plain, most = (_grow_tokenizer(english, 'fa', MANY, n) for n in (0, 10**6))
@@ -91,34 +90,19 @@ def test_new_rows_are_like_the_old_ones(model):
     assert grow(spare, 'fa', NEW).config == spare.config.replace(
         model={'gpt': {'grown_from': model.tokenizer.size}})
 
-@pytest.fixture
-def home(model, tmp_path):
-    "A model with a tensor and settings of its own, and texts."
-    model.save(tmp_path / 'model')
-    path = tmp_path / 'model/model.safetensors'
+def test_grow_as_a_command_and_what_it_refuses(model, english, tmp_path, ran, monkeypatch):
+    "Of a model with a tensor and settings of its own, and texts."
+    monkeypatch.chdir(tmp_path)
+    model.save(Path('model'))
+    path = Path('model/model.safetensors')
     write_tensors(path, dict(read_tensors(path)) | {'decoder/enter/bias': np.arange(3, dtype=np.float32)})
-    (tmp_path / 'model/coqui.json').write_text('{"model": "xtts"}')
-    (tmp_path / 'fa.txt').write_bytes(('\ufeff' + '\r\n\r\n'.join(NEW) + '\r\n').encode())   # as of Windows
-    (tmp_path / 'empty.txt').write_text(' \n\n')
-    (tmp_path / 'binary.txt').write_bytes(b'\xff\xfe\x00')
-    (tmp_path / 'taken').mkdir()
-    (tmp_path / 'taken/note').write_text('mine')
-    return tmp_path
-
-def test_grow_as_a_command(home, model, english, ran, monkeypatch):
-    monkeypatch.chdir(home)
-    before = tree(home / 'model')
-    done = ran('add-language grown --model model --language fa --texts fa.txt --tokens 30 --json')
-    assert done.code == 0 and read_texts('fa.txt') == NEW, done.err
-    sizes = dict(tokens_before=english.size, tokens=XTTS.load('grown').tokenizer.size)
-    assert done.json == sizes | {'out': 'grown'}
-    assert tree(home / 'model') == before and (home / 'grown/coqui.json').read_text() == '{"model": "xtts"}'
-    old, new = (dict(read_tensors(home / name / 'model.safetensors')) for name in ('model', 'grown'))
-    assert old.keys() == new.keys() and np.array_equal(*(x['decoder/enter/bias'] for x in (old, new)))
-
-def test_what_grow_refuses(home, monkeypatch, ran):
-    monkeypatch.chdir(home)
-    before = tree(home)
+    Path('model/coqui.json').write_text('{"model": "xtts"}')
+    Path('fa.txt').write_bytes(('\ufeff' + '\r\n\r\n'.join(NEW) + '\r\n').encode())   # as of Windows
+    Path('empty.txt').write_text(' \n\n')
+    Path('binary.txt').write_bytes(b'\xff\xfe\x00')
+    Path('taken').mkdir()
+    Path('taken/note').write_text('mine')
+    before = tree(tmp_path)
     for line, part in (('out --model nowhere --language fa --texts fa.txt', 'nowhere'),
                        ('out --model model --language en --texts fa.txt', 'has en already'),
                        ('out --model model --language fas --texts fa.txt', 'fas'),
@@ -128,7 +112,14 @@ def test_what_grow_refuses(home, monkeypatch, ran):
                        ('taken --model model --language fa --texts fa.txt', 'taken')):
         done = ran(f'add-language {line}')
         assert done.code == 2 and done.out == '' and part in done.err.splitlines()[-1], (line, done.err)
-        assert tree(home) == before, line
+        assert tree(tmp_path) == before, line
+    done = ran('add-language grown --model model --language fa --texts fa.txt --tokens 30 --json')
+    assert done.code == 0 and read_texts('fa.txt') == NEW, done.err
+    sizes = dict(tokens_before=english.size, tokens=XTTS.load('grown').tokenizer.size)
+    assert done.json == sizes | {'out': 'grown'} and before.items() <= tree(tmp_path).items()
+    assert Path('grown/coqui.json').read_text() == '{"model": "xtts"}'
+    old, new = (dict(read_tensors(Path(name, 'model.safetensors'))) for name in ('model', 'grown'))
+    assert old.keys() == new.keys() and np.array_equal(*(x['decoder/enter/bias'] for x in (old, new)))
 
 
 # --- adapters and rows ----------------------------------------------------------------------------
@@ -153,12 +144,11 @@ def run(step, batch, count=3) -> list[float]:
 def values(gpt) -> dict: return {k: v.numpy() for k, v in named_weights(gpt).items()}
 
 @pytest.mark.parametrize('kind', ['lora', 'rows'])
-@pytest.mark.parametrize('parts, again, precision', [(2, False, 'float32'), *(
-    pytest.param(*m, marks=pytest.mark.slow) for m in ((2, True, 'float32'), (1, True, 'bfloat16')))])
-def test_the_model_stays_and_its_adapters_move(plain, rows, kind, parts, again, precision):
-    update = made(plain, kind,
-                  training={'gpt': {'grad_accum_steps': parts, 'gradient_checkpointing': again,
-                                    'precision': precision}})
+@pytest.mark.parametrize('again, precision', [
+    (False, 'float32'), pytest.param(True, 'bfloat16', marks=pytest.mark.slow)])
+def test_the_model_stays_and_its_adapters_move(plain, rows, kind, again, precision):
+    update = made(plain, kind, training={'gpt': {
+        'grad_accum_steps': 2, 'gradient_checkpointing': again, 'precision': precision}})
     before, own = values(update.gpt), [v.numpy() for v in update.weights]
     losses = run(compile_step(update, update.training) if again else update, rows)
     assert losses[-1] < losses[0] and all(np.array_equal(v, before[k]) for k, v in values(update.gpt).items())
@@ -174,10 +164,10 @@ def test_the_model_stays_and_its_adapters_move(plain, rows, kind, parts, again, 
             moved = (after[k] != v).reshape(v.shape).any(tuple({0, 1} & set(range(v.ndim)) - {axis}))
             assert not moved[~new].any() and moved[new].any(), k
 
-@pytest.mark.parametrize('kind', ['lora', 'rows'])
-def test_the_gradients_are_those_of_the_weights(plain, rows, kind):
-    """By the chain rule from the gradients of a whole model with the same weights; and the same, computed
-    again or in parts."""
+@pytest.mark.parametrize('kind, change', [
+    ('lora', {'grad_accum_steps': 2, 'gradient_checkpointing': True}), ('rows', {})])
+def test_the_gradients_are_those_of_the_weights(plain, rows, kind, change):
+    "By the chain rule from the gradients of a whole model with the same weights."
     update, whole = made(plain, kind), made(plain, 'whole')
     with update.as_trained(): seen = values(update.gpt)
     for k, v in named_weights(whole.gpt).items(): v.assign(seen[k])
@@ -190,12 +180,10 @@ def test_the_gradients_are_those_of_the_weights(plain, rows, kind):
         if hasattr(part, 'down'):
             wanted += [part.scale * g @ part.up.numpy().T, part.scale * part.down.numpy().T @ g]
         else: wanted.append(np.take(g, [i for a, b in RUNS for i in range(a, b)], part.axis))
-    for change in ({}, {'grad_accum_steps': 2, 'gradient_checkpointing': True}):
-        compute = tf.function(made(plain, kind, training={'gpt': change}).gradients) if change else \
-            update.gradients   # op by op: no trace
-        got = compute(rows, tf.constant(0), counts)[0]
-        for v, a, b in zip(update.weights, wanted, got):
-            assert np.allclose(a, b, rtol=1e-3, atol=1e-6), (change, v.path)
+    compute = made(plain, kind, training={'gpt': change}).gradients
+    if change: compute = tf.function(compute)   # else op by op: no trace
+    for v, a, b in zip(update.weights, wanted, compute(rows, tf.constant(0), counts)[0], strict=True):
+        assert np.allclose(a, b, rtol=1e-3, atol=1e-6), v.path
 
 def test_an_adapter_begins_as_nothing_and_alpha_scales_it(plain):
     "Its first factor is random, each its own; in bfloat16 a change below the last bit of a weight survives."
@@ -206,10 +194,7 @@ def test_an_adapter_begins_as_nothing_and_alpha_scales_it(plain):
         part, other = _low_rank_parts(gpt, training)
         assert 0.8 < np.std(part.down) * 64**0.5 < 1.2 and not np.array_equal(part.down, other.down)
         with _DerivedWeights([part]): assert np.array_equal(part.weight.numpy(), part.base.numpy())
-        part.up.assign(np.ones(part.up.shape))
         assert part.down.shape == (64, 4) and part.scale == alpha / 4
-        with _DerivedWeights([part]): delta = part.weight.numpy() - part.base.numpy()
-        assert np.allclose(delta, alpha / 4 * part.down.numpy() @ part.up.numpy(), atol=1e-5)
     part = made(plain, 'lora', training={'gpt': {'precision': 'bfloat16'}}).parts[0]
     part.up.assign(1e-4 * np.sign(part.up.numpy()))
     with _DerivedWeights([part]): seen = part.weight.numpy()
@@ -235,16 +220,12 @@ def test_rows_of_several_languages(plain):
 
 # --- runs from a model ----------------------------------------------------------------------------
 
-KINDS = 'whole', 'lora', 'rows'
-
 @pytest.fixture(scope='module')
-def mini(small):
+def mini(mini):
     "One block, one shape, op by op: nothing to trace."
-    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1}},
-                         data={'buckets': 1},
-                         training={'gpt': {'steps': 4, 'warmup_steps': 0, 'schedule': 'constant',
-                                   'learning_rate': 1e-2, 'log_every': 2,
-                                   'checkpoint_every': 2, 'mode': 'eager'}})
+    return mini.replace(data={'buckets': 1}, training={'gpt': {
+        'steps': 4, 'warmup_steps': 0, 'schedule': 'constant', 'learning_rate': 1e-2, 'checkpoint_every': 2,
+        'mode': 'eager'}})
 
 @pytest.fixture(scope='module')
 def base(mini, dvae, tokenizer, tmp_path_factory):
@@ -285,7 +266,7 @@ def done(mini, base, persian, tmp_path_factory):
     return of
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', ['lora', 'rows'])
 def test_a_stopped_run_is_resumed_to_the_bit(done, mini, base, persian, tmp_path, kind):
     new_run(persian, settings(mini, kind), tmp_path / 'run', base=base, feed=read_eagerly).fit(steps=2)
     again = _resume_run(tmp_path / 'run', feed=read_eagerly)
@@ -295,7 +276,7 @@ def test_a_stopped_run_is_resumed_to_the_bit(done, mini, base, persian, tmp_path
             for run in (tmp_path / 'run', done(kind))]
     assert left[0] == left[1]
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', ['lora', 'rows'])
 def test_an_export_is_an_ordinary_model(done, base, mini, persian, tmp_path, kind):
     "Only what may move has moved; decoder and settings of the base are copied; another run may begin."
     export_run(done(kind), tmp_path / 'out')
@@ -305,7 +286,6 @@ def test_an_export_is_an_ordinary_model(done, base, mini, persian, tmp_path, kin
     assert not any(k.startswith(('dvae/', 'decoder/', 'speaker/')) for k in moved)
     rows = {'gpt/text_embedding/embeddings', 'gpt/text_head/kernel', 'gpt/text_head/bias'}
     if kind == 'lora': assert moved == rows | {'gpt/block_0/qkv/kernel', 'gpt/block_0/project/kernel'}
-    if kind == 'whole': assert len(moved) > 20
     if kind == 'rows':
         assert moved == rows
         first = XTTSConfig.load(base / 'config.yaml').model.gpt.grown_from
@@ -313,8 +293,9 @@ def test_an_export_is_an_ordinary_model(done, base, mini, persian, tmp_path, kin
             old, new = (x.T if 'kernel' in k else x for x in (before[k], after[k]))
             assert np.array_equal(old[:first], new[:first]) and not np.array_equal(old[first:], new[first:])
         assert new_run(persian, settings(mini, 'lora'), None, base=tmp_path / 'out').step == 0
-        size = {kind: checkpoints(done(kind) / 'checkpoints')[-1].stat().st_size for kind in KINDS}
-        assert size['rows'] < size['lora'] < size['whole'] / 5   # a checkpoint holds what moves
+        size = {kind: checkpoints(done(kind) / 'checkpoints')[-1].stat().st_size for kind in ('rows', 'lora')}
+        gpt = sum(v.nbytes for k, v in before.items() if k.startswith('gpt/'))
+        assert size['rows'] < size['lora'] < 3 * gpt / 5   # a checkpoint holds what moves, and its moments
     assert Tokenizer.load(tmp_path / 'out/tokenizer.json').languages == ['en', 'fa']
 
 def test_a_cache_of_another_model_is_refused_by_key(mini, base, persian, prepared, tmp_path):
@@ -343,7 +324,7 @@ def test_a_base_that_has_changed_or_gone_is_named(mini, base, persian, tmp_path)
 def test_moving_numbers_are_those_that_move(mini, base, persian):
     config, grown = XTTSConfig.load(base / 'config.yaml'), XTTS.load(base)
     first, last = config.model.gpt.grown_from, grown.tokenizer.size
-    for kind in KINDS:
+    for kind in ('whole', 'lora', 'rows'):
         changed = config.replace(training={'gpt': {'finetune': kind}})
         update = _make_update(grown.gpt, changed.training.gpt, [(first, last)])
         assert _trainable_count(changed, last - first) == sum(int(np.prod(v.shape)) for v in update.weights)
@@ -441,8 +422,8 @@ def test_a_container_counts(tmp_path):
 @pytest.fixture(scope='module')
 def wide(mini): return mini.replace(data={'batch_size': 12}, training={'gpt': {'mode': 'graph'}})
 
-@pytest.mark.parametrize('begin', [0, 6, 99])   # 99: no estimate fits; the tightest comes first
-@pytest.mark.parametrize('first', [0, 5, 11, 99])
+@pytest.mark.parametrize('first, begin', [   # 99: nothing fits; no estimate fits: the tightest comes first
+    (0, 0), (5, 0), (0, 6), (5, 6), (11, 6), (99, 6), (5, 99), (11, 99)])
 def test_the_first_choice_that_fits_is_found(wide, monkeypatch, first, begin):
     "Wherever the estimate says to begin: on to the first that fits, or back to the last that does not."
     all_, tried, asked = _memory_settings(wide), [], (20, 12, [(3, 7), (9, 11)], 100 - begin)
@@ -468,18 +449,19 @@ def sized(wide):
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_a_trial_that_ends_badly(sized, mini):
-    assert _run_trial(sized, 250, 150, memory=2 * 10**8) is None   # in too little memory
+def test_a_trial_that_fails_for_another_reason_is_an_error(mini):
     with pytest.raises(UserError, match='trial of an update failed'):
         _run_trial(mini.replace(training={'gpt': {'finetune': 'rows'}}), 20, 12, [(47, 60)])   # absent rows
 
 @pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize('change', [{}, {'gradient_checkpointing': True}, {'grad_accum_steps': 4},
-                                    {'finetune': 'lora'}], ids=str)
-def test_the_estimate_is_near_what_is_taken(sized, change):
-    settings, begun = sized.replace(training={'gpt': change}), time.monotonic()
-    needs, took = memory_needs(settings, 250, 150), _run_trial(settings, 250, 150)
+@pytest.mark.parametrize('change', [
+    {'gradient_checkpointing': True}, {'finetune': 'lora', 'grad_accum_steps': 4}], ids=str)
+def test_the_estimate_is_near_what_is_taken(wide, change):
+    sized = wide.replace(model={'gpt': {'num_layers': 4, 'max_text_tokens': 150, 'max_audio_codes': 250}},
+                         data={'batch_size': 16}, training={'gpt': change})
+    needs, begun = memory_needs(sized, 250, 150), time.monotonic()
+    took = _run_trial(sized, 250, 150)
     estimate = sum(needs.values()) - needs['copy for a checkpoint']   # a trial saves nothing
     print(change, round(estimate / 1e6), 'MB estimated,', round(took['peak'] / 1e6), 'MB taken')
     assert 0.6 < estimate / took['peak'] < 1.6 and 0 < took['seconds'] < time.monotonic() - begun
@@ -539,47 +521,21 @@ def test_the_commands(prepared, wide, tmp_path):
 
 # --- at full size ---------------------------------------------------------------------------------
 
-MAKE = """
-import json, sys
-from pathlib import Path
-import keras
-from tokenizers import Tokenizer as BPE
-from xtts_nb.config import XTTSConfig, setup_tf
-setup_tf()
-from xtts_nb.models.xtts import XTTS
-from xtts_nb.data.prepare import prepare
-from xtts_nb.data.text import Tokenizer
-corpus, folder = map(Path, sys.argv[1:])
-small = Tokenizer.load(folder / 'small.json')
-values = json.loads(small.bpe.to_str())
-values['model']['vocab'] |= {f'<{i}>': i for i in range(small.size, 6681)}
-keras.utils.set_random_seed(0)
-model = XTTS(XTTSConfig.xtts_v2(), Tokenizer(BPE.from_str(json.dumps(values)), 'xtts'))
-model.save(folder / 'base')
-prepare(corpus, folder / 'cache', model.config, model.dvae, model.tokenizer)
-"""
-PEAK = """
-import resource, subprocess, sys
-code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
-print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
-"""
-
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_the_full_size_trains_in_16_gb(corpus, tokenizer, tmp_path, record_property):
-    "Three updates of all 441 million weights, of one clip as long as any may be. LoRA needs less."
+    "Two updates of all 441 million weights, of one clip as long as any may be. LoRA needs less."
     if psutil.virtual_memory().available < 17e9: pytest.skip('it needs 16 GB of free memory')
-    tokenizer.save(tmp_path / 'small.json')
-    subprocess.run([sys.executable, '-c', MAKE, corpus, tmp_path], check=True, env=environment())
     config = XTTSConfig.xtts_v2().replace(data={'batch_size': 1, 'pad_to_fixed_length': True},
-                                          training={'gpt': {'steps': 3, 'log_every': 1}})
+                                          training={'gpt': {'steps': 2, 'log_every': 1}})
+    prepare(corpus, tmp_path / 'cache', config, DVAE(config), tokenizer)
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
-    asked = [*COMMAND, 'train', '--data', tmp_path / 'cache', '--model', tmp_path / 'base', '--run',
-             tmp_path / 'run', '--config', tmp_path / 'run.yaml']
-    done = subprocess.run([sys.executable, '-c', PEAK, *map(str, asked)], env=environment(),
-                          capture_output=True, text=True)
-    code, peak = map(int, done.stdout.split())
+    child = started('train', '--data', tmp_path / 'cache', '--config', tmp_path / 'run.yaml', '--run',
+                    tmp_path / 'run', cold=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    said = child.stderr.read().decode()
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode, peak = os.waitstatus_to_exitcode(status), used.ru_maxrss * 1024
     record_property('peak_gb', peak / 1e9)
     print(f'{peak / 1e9:.1f} GB', (tmp_path / 'run' / 'metrics.jsonl').read_text(), sep='\n')
     shutil.rmtree(tmp_path)   # gigabytes
-    assert code == 0 and peak < 16e9, done.stderr
+    assert child.returncode == 0 and 5e9 < peak < 16e9, said   # 7 GB are weights, gradients and moments

@@ -4,52 +4,33 @@ import shutil
 import signal
 import subprocess
 import time
-from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from process import main, reached, started, xtts_nb
+from cheap import lines_of
+from process import PROGRAM, reached, started, xtts_nb
 from xtts_nb.train import parts as voices
 from xtts_nb.data.audio import load_audio, resample, speaker_log_mel
 from xtts_nb.data.cache import Cache
+from xtts_nb.data.native import BatchPlan
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.dvae import DVAE, load_dvae
-from xtts_nb.files import write_json
+from xtts_nb.files import read_tensors, write_json
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import _COMMANDS
+from xtts_nb.train.trainer import checkpoints
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
-    _Crops, _DVAEUpdate, _SavedDecoder, _DecoderUpdate, Windows, _check_same,
-    _is_made, _limits, _other, _make_bank,
+    _Crops, _DVAEUpdate, _DecoderUpdate, Windows,
+    _limits, _other, _make_bank,
     _mel_distance, new_decoder_run)
 
-LOSSES = ('loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss',
-          'val_loss')
-
-
-def lines_of(run) -> list[dict]:
-    "Its metrics, without what the clock says."
-    lines = [json.loads(l) for l in (run / 'metrics.jsonl').read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k in LOSSES or k == 'step'} for line in lines]
-
-class Killed(BaseException): "What nobody catches."
-
-def kill_at(trainer, update):
-    "Train until just before an update, and fall over."
-    step, calls = trainer.train_step, []
-    def bomb(*arguments):
-        calls.append(1)
-        if len(calls) == update: raise Killed
-        return step(*arguments)
-    trainer.train_step = bomb
-    with pytest.raises(Killed): trainer.fit()
-    trainer.writer.wait()   # what was being written is there
 
 def same(a, b): return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
@@ -95,12 +76,11 @@ def test_a_broken_batch_changes_neither_weights_nor_codebook(small):
 # --- the decoder ----------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
-def tiny(small):
-    return small.replace(
-        model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1},
-               'decoder': {'channels': 16, 'residual_kernels': [3], 'dilations': [1, 3]},
+def tiny(mini):
+    return mini.replace(
+        model={'decoder': {'channels': 16, 'residual_kernels': [3], 'dilations': [1, 3]},
                'speaker': {'filters': [8, 8], 'blocks': [1, 1], 'width': 8}},
-        training={'gpt': {'mode': 'eager'},
+        training={'gpt': {'mode': 'eager'}, 'dvae': {'mode': 'eager'},
                   'decoder': {'steps': 8, 'batch_size': 2, 'window': 4, 'periods': [2], 'windows': [256],
                               'channels': 2, 'reference_seconds': 0.5, 'log_every': 2, 'checkpoint_every': 4,
                               'mode': 'eager'}})
@@ -125,7 +105,9 @@ def test_a_bank_holds_states_and_recordings(bank, model, prepared):
     n, first = prepared.codes_length[i], bank.start['states'][i]
     assert bank.ids == [c['id'] for c in prepared.clips]
     assert bank.length['states'].tolist() == prepared.codes_length.tolist()
-    batch = next(b for b in _epoch(prepared, xtts.config) if i in b['clip'].numpy()[b['weight'].numpy() > 0])
+    plan = BatchPlan(prepared, xtts.config.data)
+    batch = next(b for b in plan.stream(0, plan.steps_per_epoch)
+                 if i in b['clip'].numpy()[b['weight'].numpy() > 0])
     row = batch['clip'].numpy().tolist().index(i)
     states = xtts.gpt.states(*(batch[k] for k in ('text', 'text_length', 'codes', 'code_length')),
                              xtts.gpt.conditioning(batch['reference']))[1]
@@ -168,11 +150,6 @@ def test_neither_balance_nor_limits_leave_a_clip_without_states(model, prepared,
                                 np.arange(6, 14))   # 1 and 7
         return np.mean(bank.speaker[plan.clips[rows]] == bank.speaker[6])
     assert share(True) == pytest.approx(0.5, abs=0.03) and share(False) < 0.25
-
-def _epoch(cache, config):
-    from xtts_nb.data.native import BatchPlan
-    plan = BatchPlan(cache, config.data)
-    return plan.stream(0, plan.steps_per_epoch)
 
 @pytest.mark.parametrize('window, frames', [(4, 17), (40, 174)])   # no clip has 40 codes
 def test_windows_lie_where_their_codes_lie(bank, tiny, window, frames):
@@ -220,27 +197,19 @@ def test_the_reference_is_another_clip_where_there_is_one(bank, tiny):
     assert of_three == [[6, 7], [5, 7], [5, 6]] and int(_other(5, 5, 1, 0)) == 5
 
 
-def first_update(bank, config, learning=True, number=0, batch=None):
-    "The update after its first call, and what it returned."
-    keras.utils.set_random_seed(0)
-    update = _DecoderUpdate(HiFiGAN(config), SpeakerEncoder(config), learning, config)
-    (own,) = Windows(bank, config).stream(0, 1)
-    return update, {name: float(x) for name, x in update(batch or own, tf.constant(number)).items()}
-
-@pytest.fixture(scope='module')
-def plain(bank, tiny): return first_update(bank, tiny)
-
-def test_one_update_moves_all_three_networks(bank, tiny, plain):
-    update, found = plain
-    keras.utils.set_random_seed(0)
-    fresh = _DecoderUpdate(HiFiGAN(tiny), SpeakerEncoder(tiny), True, tiny)
+def test_one_update_moves_all_three_networks(bank, tiny):
+    def made():
+        keras.utils.set_random_seed(0)
+        return _DecoderUpdate(HiFiGAN(tiny), SpeakerEncoder(tiny), True, tiny)
+    (batch,) = Windows(bank, tiny).stream(0, 1)
+    update, fresh = made(), made()
+    found = {name: float(x) for name, x in update(batch, tf.constant(0)).items()}
     moved = {name: not np.array_equal(v, update.state[name]) for name, v in fresh.state.items()}
     for part in ('decoder', 'speaker', 'critic'):
         assert any(m for name, m in moved.items() if name.startswith(f'{part}/')), part
     assert found['skipped'] == 0 and np.isfinite(list(found.values())).all()
-    (batch,) = Windows(bank, tiny).stream(0, 1)
-    made, looked = fresh.decoder(batch['states'], fresh.encoder(batch['voice'])), fresh.evaluate(batch)
-    expected = float(_mel_distance(made, tf.cast(batch['wav'], tf.float32) / 32768, 24000))
+    sound, looked = fresh.decoder(batch['states'], fresh.encoder(batch['voice'])), fresh.evaluate(batch)
+    expected = float(_mel_distance(sound, tf.cast(batch['wav'], tf.float32) / 32768, 24000))
     assert [found['mel_loss'], float(looked['loss'])] == pytest.approx([expected] * 2, rel=1e-4)
     assert looked['count'] == 1
     assert found['speaker_loss'] == pytest.approx(float(looked['speaker_loss']), rel=1e-3)
@@ -250,47 +219,14 @@ def test_one_update_moves_all_three_networks(bank, tiny, plain):
     still = _DecoderUpdate(fresh.decoder, fresh.encoder, False, tiny)
     assert len(still.weights) == len(fresh.decoder.trainable_variables) < len(fresh.weights)
 
-@pytest.mark.slow
-def test_a_killed_voice_goes_on_to_the_bit_and_speaks(model, prepared, tiny, tmp_path, monkeypatch):
-    "Although a checkpoint does not write the GPT again."
-    monkeypatch.setattr(_SavedDecoder, 'exports', 1)
-    config = tiny.replace(training={'decoder': {'steps': 4, 'validate_every': 2, 'checkpoint_every': 2}})
-    whole = new_decoder_run(tmp_path / 'whole', model, prepared, config, ['low-0', 'high-0'])
-    whole.fit()
-    run = new_decoder_run(tmp_path / 'run', model, prepared, config, ['low-0', 'high-0'])
-    written = lambda: (tmp_path / 'run' / 'model.safetensors').stat().st_mtime_ns
-    begun = written()
-    kill_at(run, 4)
-    again = new_decoder_run(tmp_path / 'run')
-    assert again.step == 2 and written() == begun
-    again.fit()
-    assert same(whole.state, again.state) and lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
-    assert [l['step'] for l in lines_of(tmp_path / 'run') if 'val_loss' in l] == [2, 4]
-    speaker = Speaker(XTTS.load(tmp_path / 'run'), max_seconds=0.5)
-    held, wanted = speaker.xtts.hifigan, (whole.update.decoder, whole.update.encoder)
-    assert all(np.array_equal(a, b) for mine, theirs in zip(held, wanted)
-               for a, b in zip(mine.variables, theirs.variables))
-    assert speaker.vocoder == 'hifigan' and np.isfinite(speaker('aa', 'en', prepared.wav_path(0))).all()
-    best = XTTS.load(tmp_path / 'run' / 'best')
-    assert best.hifigan
-    assert all(np.array_equal(a, b) for a, b in zip(best.weights.values(), XTTS.load(model).weights.values()))
-
-def test_a_cache_with_other_codes_or_another_tokenizer_is_refused(small, tiny, xtts, prepared, tmp_path):
+def test_a_cache_with_other_codes_or_another_tokenizer_is_refused(small, tiny, dvae, prepared, tmp_path):
     keras.utils.set_random_seed(7)
-    XTTS(tiny, prepared.tokenizer, DVAE(small)).save(tmp_path / 'model')
-    with pytest.raises(UserError, match='another DVAE or tokenizer.*--dvae'):
-        new_decoder_run(tmp_path / 'run', tmp_path / 'model', prepared)
+    for name, tokenizer, codes in (('codes', prepared.tokenizer, DVAE(small)),
+                                   ('text', train_tokenizer(['zz'], ['en'], 48), dvae)):
+        XTTS(tiny, tokenizer, codes).save(tmp_path / name)
+        with pytest.raises(UserError, match='another DVAE or tokenizer.*--dvae'):
+            new_decoder_run(tmp_path / 'run', tmp_path / name, prepared)
     assert not (tmp_path / 'run').exists()
-    other = SimpleNamespace(config=xtts.config, dvae=xtts.dvae, tokenizer=train_tokenizer(['zz'], ['en'], 48))
-    _check_same(xtts, prepared, 'm')
-    with pytest.raises(UserError, match='another DVAE or tokenizer than m has'):
-        _check_same(other, prepared, 'm')
-
-def test_a_bank_of_other_clips_is_made_again(tiny, tmp_path):
-    assert not _is_made(tmp_path, tiny)
-    for facts, made in (([], False), ({'limits': [0, 1, 2]}, False), ({'limits': _limits(tiny)}, True)):
-        write_json(tmp_path / 'clips.json', facts)
-        assert _is_made(tmp_path, tiny) is made
 
 @pytest.fixture
 def banks(bank, monkeypatch) -> list:
@@ -364,46 +300,52 @@ def yaml(tiny, tmp_path):
         ('gpt', 2), ('dvae', 4), ('decoder', 2))}).to_yaml())
     return path
 
-def told(capsys) -> dict: return json.loads(capsys.readouterr().out.splitlines()[-1])
-
 @pytest.mark.slow
-def test_from_a_corpus_to_a_voice_of_its_own(corpus, yaml, tmp_path, monkeypatch, capsys):
+def test_from_a_corpus_to_a_voice_of_its_own(corpus, yaml, tmp_path, monkeypatch, ran):
     monkeypatch.chdir(tmp_path)
-    assert main('train-dvae', corpus, '--config', yaml, '--val', 0.2, '--json') == 0
-    codes = told(capsys)
+    codes = ran('train-dvae --val 0.2 --json --config', yaml, corpus).json
     assert codes['run'].endswith('runs/dvae-1') and codes['steps'] == 4 and codes['best']
-    assert main('prepare', corpus, '--dvae', codes['run'], '--out', 'cache', '--json') == 0
+    assert ran('prepare --out cache --json --dvae', codes['run'], corpus).code == 0
     learned, own = (load_dvae(f'{at}/dvae.safetensors', Cache('cache').config)
                     for at in ('cache', 'runs/dvae-1'))
     assert all(np.array_equal(a, b) for a, b in zip(learned.variables, own.variables))
-    assert main('train', '--data', 'cache', '--json') == 0
-    assert main('train-decoder', '--model', 'runs/train-1', '--val', 0.2, '--json') == 0
-    run = told(capsys)['run']
-    assert main('train-decoder', '--run', run, '--steps', 3, '--json') == 0
-    assert told(capsys)['steps'] == 3
-    voice = corpus / 'wavs' / 'low-0.wav'
-    assert main('say', 'aa', '--model', run, '--voice', voice, '--json') == 0
-    assert told(capsys)['vocoder'] == 'hifigan'
+    assert ran('train --data cache --json').code == 0
+    run = ran('train-decoder --model runs/train-1 --val 0.2 --json').json['run']
+    assert ran('train-decoder --steps 3 --json --run', run).json['steps'] == 3
+    said = ran('say aa --json --model', run, '--voice', corpus / 'wavs' / 'low-0.wav')
+    assert said.json['vocoder'] == 'hifigan'
 
 @pytest.mark.slow
 @pytest.mark.parametrize('part', ['dvae', 'decoder'])
 def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, cheap_xla):
-    """A run killed at some moment and gone on with is the run that nobody disturbed; a decoder's under
-    XLA, see dev/LOG.md."""
+    """A run killed at some moment and resumed is the run that nobody disturbed; a decoder's under XLA, see
+    dev/LOG.md. Its checkpoints do not write the GPT again; what it leaves speaks."""
     each = {'checkpoint_every': 5, 'log_every': 3}
     config = tiny.replace(training={'dvae': each | {'steps': 60, 'mode': 'graph'},
-                                    'decoder': each | {'steps': 40, 'mode': 'xla'}})
+                                    'decoder': each | {'steps': 30, 'mode': 'xla', 'validate_every': 10}})
     (tmp_path / 'c.yaml').write_text(config.to_yaml())
-    given = {'dvae': [corpus], 'decoder': ['--model', model, '--data', prepared.folder]}[part]
-    arguments = [_COMMANDS[part], *map(str, given), '--config', str(tmp_path / 'c.yaml'), '--run']
-    assert xtts_nb(*arguments, tmp_path / 'whole', '--json').code == 0
-    child = started(*arguments, tmp_path / 'run', stderr=subprocess.PIPE)
-    while reached(tmp_path / 'run') < 17 and child.poll() is None: time.sleep(0.002)
+    given = {'dvae': [corpus], 'decoder': ['--model', model, '--data', prepared.folder, '--val', 0.2]}[part]
+    arguments = [_COMMANDS[part], *given, '--config', tmp_path / 'c.yaml', '--run']
+    whole, run = tmp_path / 'whole', tmp_path / 'run'
+    assert xtts_nb(*arguments, whole, '--json').code == 0
+    once = 'from xtts_nb.train.parts import _SavedDecoder; _SavedDecoder.exports = 1; '   # at the end alone
+    child = started(*arguments, run, stderr=subprocess.PIPE, program=once + PROGRAM)
+    while reached(run) < 12 and child.poll() is None: time.sleep(0.002)
     child.send_signal(signal.SIGKILL)
     assert child.communicate() and child.returncode == -signal.SIGKILL
-    assert xtts_nb(_COMMANDS[part], '--run', tmp_path / 'run', '--json').code == 0
-    assert lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
+    nets = lambda file: {k: v for k, v in read_tensors(file) if k.startswith(('decoder/', 'speaker/'))}
+    saved = lambda: checkpoints(run / 'checkpoints')[-1]
+    if part == 'decoder': assert not same(nets(run / 'model.safetensors'), nets(saved()))
+    assert xtts_nb(_COMMANDS[part], '--run', run, '--json').code == 0
+    assert lines_of(run) == lines_of(whole)
     for name in ('checkpoints', {'dvae': 'dvae.safetensors', 'decoder': 'model.safetensors'}[part]):
-        whole = tmp_path / 'whole'
         for file in sorted(whole.glob(f'{name}/*') if name == 'checkpoints' else [whole / name]):
-            assert file.read_bytes() == (tmp_path / 'run' / file.relative_to(whole)).read_bytes(), file
+            assert file.read_bytes() == (run / file.relative_to(whole)).read_bytes(), file
+    if part == 'dvae': return
+    assert [line['step'] for line in lines_of(run) if 'val_loss' in line] == [10, 20, 30]
+    assert same(nets(run / 'model.safetensors'), nets(saved()))
+    speaker = Speaker(XTTS.load(run), max_seconds=0.5)
+    assert speaker.vocoder == 'hifigan' and np.isfinite(speaker('aa', 'en', prepared.wav_path(0))).all()
+    best = XTTS.load(run / 'best')
+    assert best.hifigan
+    assert all(np.array_equal(a, b) for a, b in zip(best.weights.values(), XTTS.load(model).weights.values()))

@@ -18,7 +18,7 @@ from xtts_nb.models.xtts import XTTS
 from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.train.runs import new_run, _resume_run
 from xtts_nb.train.step import compile_step, Update
-from xtts_nb.train.trainer import checkpoints, _load_checkpoint, _save_checkpoint, _snapshot, Trainer
+from xtts_nb.train.trainer import checkpoints, _load_checkpoint, _save_checkpoint, Trainer
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -28,14 +28,6 @@ def state(*values) -> dict:
     return {'a/kernel': tf.Variable(np.float32(values or [1., 2.])), 'count': tf.Variable(3, dtype=tf.int64)}
 
 def empty() -> dict: return {k: tf.Variable(tf.zeros_like(v)) for k, v in state().items()}
-
-def test_there_and_back(tmp_path):
-    facts = {'losses': [0.1, 1 / 3, float(np.float32(0.1))], 'text': 'Größe', 'none': None}
-    path = _save_checkpoint(tmp_path / 'new' / 'folder', 7, state(1 / 3, -0.), **facts)
-    found = empty()
-    assert path.name == 'step-000000007.safetensors' and _load_checkpoint(path, found) == facts | {'step': 7}
-    assert np.array_equal(found['a/kernel'].numpy().view(np.int32), np.float32([1 / 3, -0.]).view(np.int32))
-    assert found['count'].numpy() == 3 and found['count'].dtype == tf.int64
 
 def test_the_newest_few_stay_and_nothing_else_counts(tmp_path):
     strange = 'step-000000009.safetensors.123.part', 'step-9.safetensors', 'model.safetensors'
@@ -149,39 +141,28 @@ def test_without_room_for_a_copy_training_waits(cheap, prepared, mini, tmp_path,
 
 # --- out of memory --------------------------------------------------------------------------------
 
-class Greedy:
-    "A step that really requests more than there is, from some update on, as long as it has too few parts."
-    at, enough = 0, 2
+class Greedy(Trainer):
+    "A step that really requests more than there is, as long as it has one part."
     def custom_train_step(self, batch, number):
         found = super().custom_train_step(batch, number)
-        if self.training.grad_accum_steps >= self.enough: return found
-        size = tf.where(number >= self.at, tf.constant(2**46, tf.int64), tf.constant(1, tf.int64))
+        if self.training.grad_accum_steps > 1: return found
         with tf.control_dependencies([self.optimizer.iterations.value]):   # the update is written by then
+            size = tf.where(number >= 0, tf.constant(2**46, tf.int64), tf.constant(1, tf.int64))
             return found | {'loss': found['loss'] + tf.zeros(size[None])[0]}
 
-def trained(prepared, config, folder, monkeypatch, **kind):
-    monkeypatch.setattr(runs, 'Trainer', type('Kind', (Greedy, Trainer), kind))
-    run = new_run(prepared, config, folder)
-    run.fit()
-    return _snapshot(run.state)
-
 @pytest.mark.slow   # TensorFlow tries for 10 s and more to find the memory
-def test_out_of_memory_at_first_begins_again_in_more_parts(prepared, mini, tmp_path, monkeypatch, capsys):
+def test_out_of_memory_at_first_begins_again_in_more_parts(prepared, mini, tmp_path, capsys):
     "From the same state to the bit, new or resumed, although the update that failed was written."
     config = mini.replace(data={'buckets': 1},
                           training={'gpt': {'steps': 4, 'checkpoint_every': 2, 'log_every': 1}})
     parts = config.replace(training={'gpt': {'grad_accum_steps': 2}})
-    found = trained(prepared, config, tmp_path / 'run', monkeypatch)
-    wanted = trained(prepared, parts, tmp_path / 'parts', monkeypatch)
-    assert found.keys() == wanted.keys() and all(np.array_equal(found[k], wanted[k]) for k in found)
+    asked = ('run', config), ('parts', parts)
+    found, wanted = (new_run(prepared, config, tmp_path / name, make=Greedy) for name, config in asked)
+    for run in (found, wanted): run.fit()
+    assert all(np.array_equal(a, b) for a, b in zip(found.state.values(), wanted.state.values(), strict=True))
     said = capsys.readouterr().err
     assert said.count('OUT OF MEMORY') == 1 and 'the training begins again, with 2' in said
     assert _resume_run(tmp_path / 'run').training.grad_accum_steps == 2
-    with pytest.raises(UserError, match='update 2 with 4 rows.*grad_accum_steps to 2'):   # later, it ends
-        trained(prepared, config, tmp_path / 'late', monkeypatch, at=2)
-    config = config.replace(training={'gpt': {'grad_accum_steps': 4}})
-    with pytest.raises(UserError, match='with 1 rows at once; .*gradient_checkpointing'):
-        trained(prepared, config, tmp_path / 'one', monkeypatch, enough=9)
 
 class Hungry(Update):
     "An update of one number that requests 2^50 numbers of memory, and changes its number."
@@ -203,36 +184,31 @@ def test_a_program_of_xla_without_memory_can_begin_again():
     made.number.assign(1.)
     assert float(compile_step(made, training)({}, tf.constant(0))['loss']) == 2
 
-def test_only_a_lack_of_memory_begins_again(prepared, mini, tmp_path, monkeypatch):
-    "And where there is no room for a copy of the state, it ends with a sentence."
-    def said(status, room=True):
-        run = new_run(prepared, mini, None, make=Cheap)
+def test_only_a_lack_of_memory_begins_again(prepared, mini, monkeypatch):
+    "At the first update, where there is room for a copy of the state and more than a row; else it ends."
+    def said(status, room=True, parts=1, at=0):
+        run = new_run(prepared, mini.replace(training={'gpt': {'grad_accum_steps': parts}}), None, make=Cheap)
         def step(batch, number):
-            if run.training.grad_accum_steps > 1: return {'loss': tf.constant(1.)}
+            if run.training.grad_accum_steps > parts or int(number) < at: return {'loss': tf.constant(1.)}
             raise tf.errors.AbortedError(None, None, f'Status: {status}, ')
         monkeypatch.setattr(trainer_page, '_room_to_copy', lambda *given: room)
         monkeypatch.setattr(Cheap, 'compiled_step', lambda self: step)
         run.train_step = step
-        run.fit(1)
+        run.fit(at + 1)
         return run.training.grad_accum_steps
     assert said(1) == 2
     with pytest.raises(tf.errors.AbortedError): said(2)
-    with pytest.raises(UserError, match='memory at update 0 .*training.gpt.grad_accum_steps to 2'): said(1,
-                                                                                                         False)
+    for change, words in (({'room': False}, 'memory at update 0 .*training.gpt.grad_accum_steps to 2'),
+                          ({'at': 2}, 'update 2 with 4 rows.*grad_accum_steps to 2'),
+                          ({'parts': 4}, 'with 1 rows at once; .*gradient_checkpointing')):
+        with pytest.raises(UserError, match=words): said(1, **change)
 
 
 # --- stopped and resumed --------------------------------------------------------------------------
 
-@pytest.fixture(scope='module')
-def undisturbed(prepared, tmp_path_factory):
-    "Settings -> what a run leaves that nobody stops, and its summary."
-    made = {}
-    def of(config):
-        if config not in made:
-            run = tmp_path_factory.mktemp('whole') / 'run'
-            made[config] = summary(new_run(prepared, config, run, make=Cheap).fit()) | outcome(run)
-        return made[config]
-    return of
+def undisturbed(prepared, config, folder) -> dict:
+    "What a run leaves that nobody stops, and its summary."
+    return summary(new_run(prepared, config, folder).fit()) | outcome(folder)
 
 class Killed(BaseException): "What nobody catches."
 
@@ -246,28 +222,25 @@ def fit_killed(monkeypatch, run, where, count):
             if after: real(*args, **kwargs)
             raise Killed
         return call
+    target, name, after = {'step': (run, 'train_step', False), 'log': (run, '_log_fetched', True),
+                           'checkpoint written': (trainer_page, '_save_checkpoint', True),
+                           'model written': (run.xtts, 'save', True),
+                           'before a file': (os, 'replace', False)}[where]
     with monkeypatch.context() as m:
-        if where == 'step': run.train_step = bomb(run.train_step, False)
-        elif where == 'log': run._log_fetched = bomb(run._log_fetched, True)
-        elif where == 'checkpoint written': m.setattr(trainer_page, '_save_checkpoint',
-                                                      bomb(trainer_page._save_checkpoint, True))
-        elif where == 'model written': m.setattr(run.xtts, 'save', bomb(run.xtts.save, True))
-        elif where == 'before a file': m.setattr(os, 'replace', bomb(os.replace, False))
+        m.setattr(target, name, bomb(getattr(target, name), after))
         try: run.fit()
         except Killed: return True
     return False
 
 @pytest.mark.parametrize('where, log_every, checkpoint_every', [('step', 3, 4), *(
     pytest.param(*moment, marks=pytest.mark.slow) for moment in (
-        *((where, 3, 4) for where in ('checkpoint written', 'before a file', 'log', 'model written')),
-        ('step', 2, 4), ('step', 5, 1), ('log', 1, 5), ('checkpoint written', 5, 1), ('model written', 4, 3),
-        ('before a file', 1, 5)))])
-def test_stopped_anywhere_and_resumed(cheap, undisturbed, prepared, mini, tmp_path, monkeypatch, where,
+        ('checkpoint written', 5, 1), ('before a file', 1, 5), ('log', 2, 4), ('model written', 4, 3)))])
+def test_stopped_anywhere_and_resumed(cheap, prepared, mini, tmp_path, monkeypatch, where,
                                       log_every, checkpoint_every):
     "Stopped over and over, each time a bit later, until it gets through: the same run in the end."
     config = mini.replace(training={'gpt': {'steps': 13, 'log_every': log_every,
                                     'checkpoint_every': checkpoint_every}})
-    whole, folder, stops = undisturbed(config), tmp_path / 'run', 0
+    whole, folder, stops = undisturbed(prepared, config, tmp_path / 'whole'), tmp_path / 'run', 0
     for count in (1, 3, 6, 10, 999):
         run = new_run(prepared, config, folder) if not stops else _resume_run(folder)
         if not fit_killed(monkeypatch, run, where, count): break
@@ -275,7 +248,7 @@ def test_stopped_anywhere_and_resumed(cheap, undisturbed, prepared, mini, tmp_pa
     assert stops
     assert summary(_resume_run(folder).fit()) | outcome(folder) == whole
 
-def test_what_a_killed_run_left_half_written_goes(cheap, undisturbed, prepared, mini, tmp_path):
+def test_what_a_killed_run_left_half_written_goes(cheap, prepared, mini, tmp_path):
     "A line that was cut off, and files; one of somebody else stays."
     run = tmp_path / 'run'
     new_run(prepared, mini, run).fit(steps=4)
@@ -283,59 +256,35 @@ def test_what_a_killed_run_left_half_written_goes(cheap, undisturbed, prepared, 
     for name in 'checkpoints/step-000000006.safetensors', 'model.safetensors':
         (run / f'{name}.0123abcd{_PART}').write_text('half')
     (run / 'film.7.part').write_text('mine')
-    assert summary(_resume_run(run).fit()) | outcome(run) == undisturbed(mini)
+    assert summary(_resume_run(run).fit()) | outcome(run) == undisturbed(prepared, mini, tmp_path / 'whole')
     assert [p for p in tree(run) if '.part' in p] == ['film.7.part']
 
 
 # --- killed, really -------------------------------------------------------------------------------
 
-STEPS = 80
-
-@pytest.fixture(scope='module')
-def whole(prepared, mini, tmp_path_factory):
-    "Mode -> settings file, and a run of them in a process of its own that nobody disturbs."
-    made = {}
-    def of(xla):
-        if xla not in made:
-            folder = tmp_path_factory.mktemp('whole')
-            config = mini.replace(training={'gpt': {'steps': STEPS, 'log_every': 3, 'checkpoint_every': 5,
-                                            'mode': 'xla' if xla else 'graph'}},
-                                  data={'buckets': 2 if xla else 1})
-            (folder / 'run.yaml').write_text(config.to_yaml())
-            done = xtts_nb('train', '--data', prepared.folder, '--config', folder / 'run.yaml', '--run',
-                           folder / 'run', '--json')
-            assert done.code == 0, done.err
-            made[xla] = folder / 'run.yaml', summary(done.json) | outcome(folder / 'run')
-        return made[xla]
-    return of
-
-def kill_behind(step, run, *arguments, jitter):
-    "Train, and kill -9 a moment after `step` was logged."
-    child = started('train', '--run', run, *arguments, stderr=subprocess.PIPE)
-    begun = time.monotonic()
-    while reached(run) < step and child.poll() is None:
-        assert time.monotonic() - begun < 300, 'this update was not reached'
-        time.sleep(0.002)
-    time.sleep(jitter)
-    child.send_signal(signal.SIGKILL)
-    _, err = child.communicate()
-    assert child.returncode == -signal.SIGKILL, err.decode()
-
 @pytest.mark.slow
-@pytest.mark.parametrize('xla, points', [(False, [3, (9, 50)]), (True, [(1, 19), (20, 39), (40, 55)])])
-def test_killed_and_resumed_to_the_bit(whole, prepared, tmp_path, cheap_xla, xla, points):
-    "Before the first checkpoint, and at random moments."
-    settings, wanted = whole(xla)
+def test_killed_and_resumed_to_the_bit(prepared, mini, tmp_path, cheap_xla):
+    "Under XLA, before the first checkpoint and at a random moment."
     seed = time.time_ns()
-    draw, run = random.Random(seed), tmp_path / 'run'
+    draw, run, whole = random.Random(seed), tmp_path / 'run', tmp_path / 'whole'
     print('seed', seed)
-    for part, point in enumerate(points):
-        arguments = [] if part else ['--data', prepared.folder, '--config', settings]
-        kill_behind(point if isinstance(point, int) else draw.randint(*point), run, *arguments,
-                    jitter=draw.uniform(0, 0.02))
-    done = xtts_nb('train', '--run', run, '--json')
-    assert done.code == 0, done.err
-    assert summary(done.json) | outcome(run) == wanted
+    config = mini.replace(training={'gpt': {'steps': 80, 'log_every': 3, 'checkpoint_every': 5,
+                                            'mode': 'xla'}})
+    (tmp_path / 'run.yaml').write_text(config.to_yaml())
+    asked = '--data', prepared.folder, '--config', tmp_path / 'run.yaml'
+    for step, arguments in ((3, asked), (draw.randint(9, 50), ())):
+        child, begun = started('train', '--run', run, *arguments, stderr=subprocess.PIPE), time.monotonic()
+        while reached(run) < step and child.poll() is None:
+            assert time.monotonic() - begun < 300, 'this update was not reached'
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.02))
+        child.send_signal(signal.SIGKILL)
+        _, err = child.communicate()
+        assert child.returncode == -signal.SIGKILL, err.decode()
+    killed, undisturbed = (xtts_nb('train', '--run', folder, *arguments, '--json')
+                           for folder, arguments in ((run, ()), (whole, asked)))
+    assert killed.code == undisturbed.code == 0, killed.err + undisturbed.err
+    assert summary(killed.json) | outcome(run) == summary(undisturbed.json) | outcome(whole)
     assert not [p for p in tree(run) if '.part' in p]
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
-"Runs on caches of all kinds, and what does not belong together."
+"Runs on caches of all kinds, and their folders: what does not belong together is refused."
+import fcntl
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -13,42 +12,28 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cheap import Cheap, outcome, read_eagerly
+from cheap import Cheap, HELD, lines_of, outcome, read_eagerly
 from process import tree
-from xtts_nb.data import native as data
-from xtts_nb.train import runs
 from xtts_nb.config import UserError
-from xtts_nb.files import append_line, _PART
-from xtts_nb.data.native import BatchPlan, _CodeReader, cached_batches, _reader_of
+from xtts_nb.data import native as data
+from xtts_nb.data.cache import Cache
+from xtts_nb.data.native import BatchPlan
+from xtts_nb.data.prepare import prepare
+from xtts_nb.files import append_line, _PART, read_tensors
+from xtts_nb.models.dvae import DVAE
 from xtts_nb.speech.listen import Listener
+from xtts_nb.train import runs
+from xtts_nb.train.runs import (
+    _base_config, export_run, held_out_share, _Mix, new_run, _Replay, _resume_run, _run_facts, _shared_shapes)
 from xtts_nb.train.trainer import (
     checkpoints, _epochs_to_steps, _late_interrupt, _save_checkpoint, _updates_of)
-from xtts_nb.train.runs import (
-    _base_config, _check_made_for, held_out_share, _Mix, new_run, _Replay, _resume_run, _run_facts,
-    _shared_shapes)
 
 
 @pytest.fixture(scope='module')
-def eager(small):
+def eager(mini):
     "One block, one shape, and nothing to trace."
-    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1,
-                                        'dropout': 0.}},
-                         data={'buckets': 1},
-                         training={'gpt': {'steps': 2, 'warmup_steps': 0, 'log_every': 2, 'validate_every': 2,
-                                   'mode': 'eager'}})
-
-def test_a_cache_without_codes_gives_the_batches_of_one_with(prepared, runtime, small, dvae):
-    plans = BatchPlan(prepared, small.data), BatchPlan(runtime, small.data, dvae=dvae)
-    assert isinstance(_reader_of(plans[1]), _CodeReader)
-    wrong = codes = 0
-    for a, b in zip(read_eagerly(plans[0], 0, 8), cached_batches(plans[1], 0, 8), strict=True):
-        assert list(a) == list(b) and all(a[k].shape == b[k].shape and a[k].dtype == b[k].dtype for k in a)
-        assert all(np.array_equal(a[k], b[k])
-                   for k in ('clip', 'weight', 'text', 'text_length', 'code_length'))
-        assert np.allclose(a['reference'], b['reference'], atol=6e-3)
-        wrong += int((a['codes'].numpy() != b['codes'].numpy()).sum())
-        codes += int(a['code_length'].numpy().sum())
-    assert wrong <= codes // 1000
+    return mini.replace(model={'gpt': {'dropout': 0.}}, data={'buckets': 1}, training={'gpt': {
+        'steps': 2, 'warmup_steps': 0, 'validate_every': 2, 'mode': 'eager'}})
 
 def test_the_plan_of_a_large_corpus_is_made_once(prepared, eager, tmp_path, monkeypatch):
     new_run(prepared, eager, tmp_path / 'few')
@@ -60,27 +45,6 @@ def test_the_plan_of_a_large_corpus_is_made_once(prepared, eager, tmp_path, monk
     step = tf.constant(3, tf.int64)
     for a, b in zip(first.plan.pick(step), new_run(prepared, eager, tmp_path / 'run').plan.pick(step)):
         assert np.array_equal(a, b)
-
-HOLDER = """
-import fcntl, sys
-file = open(sys.argv[1], 'ab')
-fcntl.flock(file, fcntl.LOCK_EX)
-print('held', flush=True)
-sys.stdin.read()
-"""
-
-@pytest.mark.parametrize('known, origin, said', [
-    ({}, {}, None), ({'base': '/m', 'base_sha': 's', 'val': '/v', 'val_key': 'w'},
-                     {'base_sha': 's', 'val_key': 'w'}, None),
-    ({'key': 'l'}, {}, 'key l, here has k'), ({'held_out': ['a']}, {}, '1 other clips'),
-    ({'base': '/m', 'base_sha': 's'}, {'base_sha': 't'}, 'from /m'), ({}, {'base_sha': 's'}, 'from nothing'),
-    ({'val': '/v', 'val_key': 'w'}, {}, 'on /v'), ({}, {'mix_key': 'm'}, 'no older clips')])
-def test_a_run_continues_with_what_it_was_begun_with(known, origin, said):
-    here = SimpleNamespace(folder='here', manifest={'key': 'k'})
-    known = {'key': 'k', 'held_out': ['a', 'b']} | known
-    ask = lambda: runs._check_run('run', known, here, ['b', 'a'], origin)
-    if said is None: ask()
-    else: pytest.raises(UserError, ask).match(said)
 
 @pytest.mark.parametrize('wanted, said', [
     (dict(mix=_Mix(None), feed='f'), 'one device'), (dict(mix=_Mix(None), make='m'), 'one device'),
@@ -95,13 +59,11 @@ def test_a_run_that_another_process_trains_is_not_touched(cheap, prepared, eager
     half = run / f'half{_PART}'
     half.write_text('of the other process')
     append_line(run / 'metrics.jsonl', '{"step": 7}')
-    with subprocess.Popen([sys.executable, '-c', HOLDER, run / 'lock'], stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == 'held\n'
+    with open(run / 'lock', 'ab') as other:
+        fcntl.flock(other, fcntl.LOCK_EX)   # a lock belongs to who opened the file
         for begin in (lambda: _resume_run(run), trainer.fit):
             with pytest.raises(UserError, match=f'{run}: another process trains here; wait'): begin()
         assert half.is_file() and (run / 'metrics.jsonl').read_text() == '{"step": 7}\n'
-        other.stdin.close()
     assert _resume_run(run).fit()['steps'] == 1 and not half.exists()
 
 def test_a_run_that_changed_since_it_was_read_is_not_trained(cheap, prepared, mini, tmp_path):
@@ -165,13 +127,6 @@ def test_an_update_that_is_done_is_counted(prepared, mini, tmp_path, monkeypatch
         assert done[1:] == ['late'] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally: signal.signal(signal.SIGINT, before)
 
-@pytest.mark.parametrize('said, out', [('a', None), ('aaa', None), ('ab', 1), ('aaaaaab', 1)])
-def test_one_sentence_is_held_out_and_one_left_to_train_on(said, out):
-    cache = SimpleNamespace(clips=[{'id': str(i), 'text': t, 'speaker': 's'} for i, t in enumerate(said)])
-    for share in (.05, .9):
-        if out: assert len(held_out_share(cache, share)) == out
-        else: pytest.raises(UserError, held_out_share, cache, share).match('same sentence')
-
 def test_what_is_held_out_of_one_cache_is_not_read_from_the_other():
     "A sentence wholly held out in no voice; one that other voices read as well, not in the same voice."
     def part(voices, *held):
@@ -188,11 +143,10 @@ def test_what_is_held_out_of_one_cache_is_not_read_from_the_other():
 def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, tmp_path):
     other = eager.replace(model={'gpt': {'num_layers': 3, 'dropout': 0.2, 'code_noise': 0.3}},
                           training={'gpt': {'steps': 99}}, data={'seed': 3}, speech={'reference_seconds': 7.})
-    parts = {'config.yaml': other.to_yaml(), 'tokenizer.json': '{}', 'model.safetensors': ''}
-    for name in parts:   # one after the other
-        pytest.raises(UserError, _base_config, tmp_path, eager).match(f'no model to begin from .{name} is '
-                                                                    'missing')
-        (tmp_path / name).write_text(parts[name])
+    (tmp_path / 'config.yaml').write_text(other.to_yaml())
+    for name in ('tokenizer.json', 'model.safetensors'):
+        pytest.raises(UserError, _base_config, tmp_path, eager).match(f'begin from .{name} is missing')
+        (tmp_path / name).touch()
     lora = eager.replace(training={'gpt': {'finetune': 'lora'}})
     for settings in (eager, lora):
         assert _base_config(tmp_path, settings) == settings.replace(model={'gpt': {'num_layers': 3}})
@@ -220,16 +174,6 @@ def test_what_a_folder_holds(tmp_path, inside, found):
         assert re.search(wanted, str(e.value))
         if part: assert _run_facts(run, part) == inside
 
-def test_a_cache_must_be_made_with_the_front_end_and_fit_into_the_gpt(prepared, eager):
-    longest = {'audio_codes': prepared.codes_length.max(), 'text_tokens': prepared.text_length.max()}
-    for name, n in longest.items():
-        _check_made_for(prepared, eager.replace(model={'gpt': {f'max_{name}': int(n)}}))
-        with pytest.raises(UserError,
-                           match=f'the longest clip has {n} .* more than model.gpt.max_{name} {n - 1}'):
-            _check_made_for(prepared, eager.replace(model={'gpt': {f'max_{name}': int(n) - 1}}))
-    with pytest.raises(UserError, match=r'other settings of model.dvae; .*\(codes 16 instead of 32\)'):
-        _check_made_for(prepared, eager.replace(model={'dvae': {'codes': 16}}))
-
 def test_who_looks_and_who_listens(prepared, eager):
     """Only where clips are held out and validation is asked for; as many rows as are computed at once,
     one shape."""
@@ -244,6 +188,110 @@ def test_who_looks_and_who_listens(prepared, eager):
         assert silent.held_out is silent.listen is None
         with pytest.raises(UserError, match='there is nothing to listen to'):
             new_run(prepared, settings.replace(training={'gpt': changes}), None, held)
+
+
+# --- a run and its folder -------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def second(prepared, corpus, dvae, tmp_path_factory):
+    "Four clips as a cache of their own, made with the same encoder and tokenizer."
+    folder = tmp_path_factory.mktemp('second')
+    shutil.copytree(corpus, folder / 'corpus')
+    kept = (folder / 'corpus' / 'metadata.csv').read_text(encoding='utf-8').splitlines()[:4]
+    (folder / 'corpus' / 'metadata.csv').write_text('\n'.join(kept) + '\n', encoding='utf-8')
+    prepare(folder / 'corpus', folder / 'cache', prepared.config, dvae, prepared.tokenizer)
+    return Cache(folder / 'cache')
+
+@pytest.fixture(scope='module')
+def other(prepared, second, small):
+    "The same clips as a cache, made with another encoder."
+    dvae, home = DVAE(small), second.folder.parent
+    dvae.mel_stats.assign(np.full(80, 4.))
+    prepare(home / 'corpus', home / 'other', prepared.config, dvae, prepared.tokenizer)
+    return Cache(home / 'other')
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(cheap, prepared, second, other, mini, tmp_path):
+    run, of = tmp_path / 'run', lambda **model: mini.replace(model=model)
+    longest = int(prepared.text_length.max())
+    new_run(prepared, mini, run).fit(steps=4)
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine/thesis').write_text('mine')
+    before = tree(tmp_path)
+    for given, words in (
+            ((other, mini, run), 'was trained on the cache with key'), ((second, mini, run), 'with key'),
+            ((prepared, of(gpt={'num_layers': 2}), run), 'another model'),
+            ((prepared, of(gpt={'hidden_dim': 32, 'num_heads': 1}), run), 'has shape'),
+            ((prepared, of(gpt={'max_text_tokens': longest - 1}), tmp_path / 'new'), f'has {longest} text'),
+            ((prepared, of(audio={'f_max': 7000.}), tmp_path / 'new'), 'settings of model.audio'),
+            ((prepared, of(dvae={'codes': 16}), tmp_path / 'new'), 'settings of model.dvae'),
+            ((prepared, mini, tmp_path / 'mine'), 'not a run'),
+            ((prepared, mini, tmp_path / 'new', ['nobody']), 'no clip nobody')):
+        with pytest.raises(UserError, match=words): new_run(*given)
+    pytest.raises(UserError, _resume_run, tmp_path / 'mine').match('holds no run')
+    pytest.raises(UserError, export_run, run, tmp_path / 'out', best=True).match('no best model')
+    pytest.raises(UserError, export_run, run, run).match('already holds something')
+    assert tree(tmp_path) == before
+    newest = checkpoints(run / 'checkpoints')[-1]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.raises(UserError, match=newest.name): _resume_run(run)
+
+def test_a_cache_that_is_gone_is_named(cheap, prepared, mini, tmp_path):
+    shutil.copytree(prepared.folder, tmp_path / 'cache')
+    new_run(Cache(tmp_path / 'cache'), mini, tmp_path / 'run').fit(steps=2)
+    shutil.rmtree(tmp_path / 'cache')
+    with pytest.raises(UserError, match=str(tmp_path / 'cache')): _resume_run(tmp_path / 'run')
+
+def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, tmp_path):
+    out = {i for i, c in enumerate(prepared.clips) if c['id'] in HELD}
+    new_run(prepared, mini, tmp_path / 'run', HELD).fit(steps=2)
+    plan = _resume_run(tmp_path / 'run').plan   # also after a resume
+    clips, references, pick = set(), set(), tf.function(plan.pick)
+    for step in range(10 * plan.steps_per_epoch):
+        _, clip, other, _, _ = pick(tf.constant(step, tf.int64))
+        clips |= set(clip.numpy().tolist())
+        references |= set(other.numpy().tolist())
+    assert len(out) == 3 and clips == references == set(range(len(prepared))) - out
+
+def test_validation_on_a_cache_of_its_own(cheap, prepared, second, other, mini, tmp_path):
+    config = mini.replace(training={'gpt': {'validate_every': 2, 'steps': 2}})
+    run = new_run(prepared, config, tmp_path / 'run', val=second)
+    assert run.held_out.cache is second and run.held_out.count.sum() == 4
+    assert run.plan.count.sum() == len(prepared)
+    run.fit()
+    assert 'val_loss' in lines_of(tmp_path / 'run')[-1]
+    again = _resume_run(tmp_path / 'run')
+    assert again.held_out.cache.folder == second.folder and again.validate() == run.validate()
+    for known in ({}, {'held_out': ['low-0']}, {'val': prepared}):
+        with pytest.raises(UserError, match='choose another folder'):
+            new_run(prepared, config, tmp_path / 'run', **known)
+    room = config.replace(model={'gpt': {'max_audio_codes': int(second.codes_length.max())}})
+    for given, words in (((prepared, config, 'new', (), None, other), '--dvae'),
+                         ((prepared, config, 'new', ['low-0'], None, second), 'give one of them'),
+                         ((second, room, 'new', (), None, prepared), f'{prepared.folder}: the longest clip')):
+        with pytest.raises(UserError, match=words): new_run(*given[:2], tmp_path / given[2], *given[3:])
+    assert not (tmp_path / 'new').exists()
+
+def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
+    few, more = held_out_share(prepared, 0.01), held_out_share(prepared, 0.5)
+    text = {c['id']: c['text'] for c in prepared.clips}
+    sentences = {text[i] for i in more}
+    assert few and set(few) < set(more) and len(sentences) == round(0.5 * len(set(text.values())))
+    assert set(more) == {i for i, t in text.items() if t in sentences}
+    for share in (0, 1): pytest.raises(UserError, held_out_share, prepared, share)
+
+def test_the_command_exports_either_model(given, prepared, mini, tmp_path, ran):
+    run, moved = tmp_path / 'run', 'gpt/final_norm/beta'   # by the step of these runs
+    new_run(prepared, mini.replace(training={'gpt': {'validate_every': 2}}), run, HELD).fit()
+    written = []
+    for flags in ('', '--best'):
+        out = tmp_path / f'out{flags}'
+        done = ran(f'convert to-model {flags} --json --model', run, out)
+        assert done.json == {'out': str(out), 'bytes': (out / 'model.safetensors').stat().st_size}
+        wanted = dict(read_tensors((run / 'best' if flags else run) / 'model.safetensors'))
+        written.append(dict(read_tensors(out / 'model.safetensors')))
+        assert written[-1].keys() == wanted.keys()
+        assert all(np.array_equal(array, wanted[name]) for name, array in written[-1].items())
+    assert not np.array_equal(written[0][moved], written[1][moved])
 
 
 # --- older clips beside the new ones ------------------------------------------------------------------------
@@ -331,14 +379,15 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     for other in (None, mix._replace(share=.2), mix._replace(held_out=[])):
         with pytest.raises(UserError, match='was trained with older clips in'): begin(other)
 
-@pytest.mark.parametrize('voices, share, out', [
-    (3, .25, 3), (3, .01, 1), (3, .999, 4), (2, .5, 4)])
-def test_a_sentence_of_several_voices_is_held_out_in_one_of_them(voices, share, out):
-    row = lambda text, voice: {'id': f'{voice}-{text}', 'text': text, 'speaker': voice}
-    clips = [row(text, voice) for text in 'abcd' for voice in range(voices)]
-    held = held_out_share(SimpleNamespace(clips=clips), share)
-    assert len(held) == out == len(set(held))
-    assert len({name[-1] for name in held}) == (out if voices == 3 else 2)
-    takes = [{'id': f'{i}-{text}', 'text': text, 'speaker': 'a'} for text in 'ab' for i in range(5)]
-    assert len(held_out_share(SimpleNamespace(clips=takes), .5)) == 5   # takes of one voice are no voices
-
+@pytest.mark.parametrize('texts, voices, share, clips, sentences', [
+    ('abcd', 'xyz', .25, 3, 3), ('abcd', 'xyz', .01, 1, 1), ('abcd', 'xyz', .999, 4, 4),
+    ('abcd', 'xy', .5, 4, 2), ('aaaaabbbbb', 'x', .5, 5, 1),   # takes of one voice are no voices
+    ('ab', 'x', .05, 1, 1), ('aaaaaab', 'x', .9, 1, 1), ('a', 'x', .05, 0, 0), ('aaa', 'x', .9, 0, 0)])
+def test_a_sentence_of_several_voices_is_held_out_in_one_of_them(texts, voices, share, clips, sentences):
+    "And one is always left to train on."
+    rows = [{'id': f'{i}-{voice}-{text}', 'text': text, 'speaker': voice}
+            for i, text in enumerate(texts) for voice in voices]
+    cache = SimpleNamespace(clips=rows)
+    if not clips: return pytest.raises(UserError, held_out_share, cache, share).match('same sentence')
+    held = held_out_share(cache, share)
+    assert len(held) == clips == len(set(held)) and len({name[-1] for name in held}) == sentences

@@ -1,5 +1,7 @@
 "One update: the same in parts, without what is not finite, in any precision, and compiled where it can be."
+import math
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import keras
@@ -13,8 +15,9 @@ from xtts_nb.models.gpt import _fold_seed, GPT
 from xtts_nb.models.xtts import _POLICIES
 from xtts_nb.train import step as step_page
 from xtts_nb.train.step import (
-    _bfloat16_units, _check_modes_agree, choose_xla, compile_step, _global_norm, _lacked_memory,
-    mode_line, random_batch, step_modes, token_counts, Update)
+    AdamW, averaged, _bfloat16_units, _check_modes_agree, choose_xla, compile_step, extended_rate,
+    _global_norm, _lacked_memory, learning_rate, LossScale, mode_line, random_batch, step_modes, stop_counts,
+    stop_shares, token_counts, token_losses, total_loss, Update)
 
 
 @pytest.fixture(scope='module')
@@ -41,23 +44,17 @@ ONES = {'text_count': tf.constant(1.), 'code_count': tf.constant(1.)}
 
 @pytest.fixture(scope='module')
 def parted(plain):
-    "Mode -> a compiled update in four parts, with a running mean, and its step."
-    made = {}
-    def of(mode):
-        if mode not in made:
-            cut = update(plain, training={'gpt': {'grad_accum_steps': 4, 'ema': 0.9, 'mode': mode}})
-            made[mode] = cut, compile_step(cut, cut.training)
-        return made[mode]
-    return of
+    "An update in four parts, with a running mean, and its compiled step."
+    cut = update(plain, training={'gpt': {'grad_accum_steps': 4, 'ema': 0.9}})
+    return cut, compile_step(cut, cut.training)
 
-@pytest.mark.parametrize('mode', ['graph', pytest.param('xla', marks=pytest.mark.slow)])
-def test_parts_make_the_whole(plain, rows, parted, mode):
+def test_parts_make_the_whole(plain, rows, parted):
     "Parts hold different numbers of tokens, one of them none at all; the gradients are clipped."
-    (_, step), whole = parted(mode), update(plain)
+    (_, step), whole = parted, update(plain)
     lines = run(step, rows, 2)
     for a, b in zip(run(whole, rows, 2), lines): assert b == pytest.approx(a, rel=3e-4)   # whole: op by op
     assert trace_count(step) == 1 and lines[0]['gradient_norm'] > plain.training.gpt.gradient_clip_norm
-    assert step.xla == (mode == 'xla') and lines[0]['loss'] != lines[1]['loss']
+    assert not step.xla and lines[0]['loss'] != lines[1]['loss']
 
 @pytest.mark.parametrize('parts, first', [(1, None), (1, 3), (2, 3)])
 def test_a_part_draws_by_its_index_in_the_whole_batch(plain, rows, parts, first):
@@ -83,31 +80,26 @@ def test_the_norm_reads_all_vectors_at_once():
     assert sum(op.type == 'L2Loss' for op in ops) == 3
 
 def test_a_row_of_an_embedding_that_many_clips_share_is_counted_once(plain, rows):
-    "The norm and Adam's second moment are those of the sum of the rows."
+    "So that the norm and Adam's second moment are those of the sum of the rows."
     made = update(plain)
     gradients = made.gradients(rows, tf.constant(0), ONES)[0]
     assert all(isinstance(g, tf.Tensor) and g.shape == v.shape for g, v in zip(gradients, made.weights))
-    norm = np.sqrt(sum(np.sum(np.square(g.numpy())) for g in gradients))
-    assert float(tf.linalg.global_norm(gradients)) == pytest.approx(norm, rel=1e-5)
 
-@pytest.mark.parametrize('parts', [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_recomputed_blocks_give_the_same_gradients(plain, rows, parts):
-    "With dropout: a mask that is drawn again would give others."
-    noisy = {'model': {'gpt': {'num_layers': 2, 'dropout': 0.1}}}
-    made = [update(plain, **noisy,
-                   training={'gpt': {'grad_accum_steps': parts, 'gradient_checkpointing': on}})
+def test_recomputed_blocks_give_the_same_gradients(plain, rows):
+    "As a graph, in two parts; with dropout: a mask that is drawn again would give others."
+    made = [update(plain, model={'gpt': {'num_layers': 2, 'dropout': 0.1}},
+                   training={'gpt': {'grad_accum_steps': 2, 'gradient_checkpointing': on}})
             for on in (False, True)]
     assert [u.gpt.recompute for u in made] == [u.gpt.conditioning.recompute for u in made] == [False, True]
-    again = made[1].gradients if parts > 1 else tf.function(made[1].gradients)
     both = [compute(rows, tf.constant(3), token_counts(made[0].gpt, rows))[0]
-            for compute in (made[0].gradients, again)]
+            for compute in (made[0].gradients, tf.function(made[1].gradients))]
     for v, a, b in zip(made[0].weights, *both): assert np.allclose(a, b, rtol=1e-4, atol=1e-6), v.path
 
 
 # --- what is not finite ---------------------------------------------------------------------------
 
 def test_a_broken_batch_changes_nothing(rows, parted):
-    made, step = parted('graph')
+    made, step = parted
     run(step, rows, 1)
     for number, what in ((1, np.nan), (3, np.inf)):
         before, reference = values(made), rows['reference'].numpy()
@@ -208,3 +200,168 @@ def test_xla_turns_products_in_bfloat16_into_float32_ones_on_a_cpu():
     (tf.errors.AbortedError(None, None, 'Operation received an exception:Status: 2, message: wrong'), False),
     (tf.errors.InternalError(None, None, 'Status: 1, message'), False)])
 def test_what_ends_an_update_for_want_of_memory(error, lacked): assert _lacked_memory(error) == lacked
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+SEED = tf.constant([1, 2])
+
+@pytest.fixture(scope='module')
+def losses(xtts):
+    "The loss, its parts, and the gradients as one vector; op by op, since a trace takes longer."
+    def run(batch, seed):
+        with tf.GradientTape() as tape:
+            parts = token_losses(xtts.gpt, batch, seed)
+            loss = total_loss(parts)
+        gradients = tape.gradient(loss, xtts.gpt.trainable_variables)
+        return loss, parts, tf.concat([tf.reshape(tf.convert_to_tensor(g), [-1]) for g in gradients], 0)
+    return lambda batch, seed=None: tf.nest.map_structure(np.array, run(batch, seed))
+
+def with_rows(batch, weight, **changes): return batch | {'weight': tf.constant(weight, tf.float32)} | changes
+
+@pytest.mark.parametrize('seed', [None, SEED], ids=['plain', 'dropout'])
+def test_zero_weight_rows_change_neither_loss_nor_gradients(losses, batch, seed):
+    loss, _, gradient = losses(with_rows(batch, [1, 1, 1, 0]), seed)
+    wild = {k: tf.concat([batch[k][:3], tf.constant(np.full((1, *batch[k].shape[1:]), v), batch[k].dtype)], 0)
+            for k, v in dict(text=7, codes=9, reference=3., text_length=2, code_length=3).items()}
+    loss2, _, gradient2 = losses(with_rows(batch, [1, 1, 1, 0], **wild), seed)
+    assert loss == pytest.approx(loss2, rel=1e-6) and np.allclose(gradient, gradient2, atol=1e-6)
+
+def test_where_the_likeliest_stop_comes():
+    "Lengths and places of STOPs: at the end, 3 and 4 codes before, twice, behind, none; one without weight."
+    ends = [(60, [60]), (65, [62]), (66, [62]), (130, [130]), (131, [128, 131]), (131, [20, 131]), (9, [10]),
+            (131, []), (9, [1])]
+    logits = np.zeros((len(ends), 133, 5), np.float32)
+    for row, (_, stops) in enumerate(ends): logits[row, stops, 4] = 1.
+    batch = {'code_length': tf.constant([n for n, _ in ends]), 'weight': tf.constant([1.] * 8 + [0.])}
+    counts = stop_counts(SimpleNamespace(code_stop=4), batch, tf.constant(logits))
+    assert {k: float(v) for k, v in counts.items()} == {
+        'short_clips': 3, 'short_stops': 2, 'middle_clips': 2, 'middle_stops': 1, 'long_clips': 3,
+        'long_stops': 1, 'never_stops': 2}
+    assert stop_shares(counts) == {'stop': 4 / 8, 'stop_short': 2 / 3, 'stop_middle': .5,
+                                    'stop_long': pytest.approx(1 / 3), 'never': 2 / 8}
+    assert stop_shares({**counts, 'middle_clips': 0., 'middle_stops': 0.}).keys() == {
+        'stop', 'stop_short', 'stop_long', 'never'}
+    assert stop_shares({}) == {} == stop_shares({'short_clips': 0., 'short_stops': 0., 'never_stops': 0.})
+
+def test_a_share_of_an_update_is_divided_by_the_counts_of_the_whole():
+    parts = {'text_loss': tf.constant(6.), 'text_count': tf.constant(2.), 'code_loss': tf.constant(8.),
+             'code_count': tf.constant(0.5)}
+    assert float(total_loss(parts)) == pytest.approx(0.01 * 3 + 8)   # no division by less than one
+    assert float(total_loss(parts, 2., {'text_count': 3., 'code_count': 16.})) == pytest.approx(2 * 2 + 0.5)
+
+def test_a_batch_of_nothing_is_no_nan(losses, batch):
+    loss, parts, gradient = losses(with_rows(batch, [0, 0, 0, 0]))
+    assert loss == 0 and not gradient.any() and parts['code_count'] == 0
+
+def test_losses_equal_loops(xtts, batch):
+    "Cross-entropy of every counted position, one after the other."
+    logits = xtts.gpt(*(batch[k] for k in ('text', 'text_length', 'codes', 'code_length', 'reference')))
+    parts = token_losses(xtts.gpt, batch)
+    for name, scores, ids, length, stop in (('text', logits[0], 'text', 'text_length', 0),
+                                            ('code', logits[1], 'codes', 'code_length', xtts.gpt.code_stop)):
+        total = 0.
+        for row, n in enumerate(batch[length].numpy()):
+            for place, target in enumerate([*batch[ids].numpy()[row, :n], stop]):
+                s = scores.numpy()[row, place].astype(np.float64)
+                total += np.log(np.exp(s).sum()) - s[target]
+        assert float(parts[f'{name}_loss']) == pytest.approx(total, rel=1e-4)
+
+
+# --- how fast, on which weights, and with which mean -----------------------------------------------
+
+SCHEDULES = 'constant', 'cosine', 'noam'
+
+
+@pytest.mark.parametrize('schedule', SCHEDULES)
+@pytest.mark.parametrize('steps, warmup', [(20, 0), (20, 5), (20, 50), (1, 3)])
+def test_the_schedule_is_what_it_is_called(schedule, steps, warmup):
+    "Also where it is shorter than the warm-up that was requested: a quarter of it is one."
+    training = GPTTraining(steps=steps, warmup_steps=warmup, schedule=schedule, learning_rate=3e-4)
+    warmup = min(warmup, steps // 4)
+    rates = [float(learning_rate(training)(s)) / 3e-4 for s in range(steps + 1)]
+    assert rates[warmup] == pytest.approx(1, rel=1e-5) and rates[0] == pytest.approx(0 if warmup else 1)
+    assert np.allclose(np.diff(rates[:warmup + 1], 2), 0, atol=1e-5)   # a straight line
+    shares = [(s - warmup) / max(1, steps - warmup) for s in range(warmup, steps + 1)]   # after the warm-up
+    wanted = {'cosine': [0.02 + 0.98 * (1 + math.cos(math.pi * s)) / 2 for s in shares],
+              'constant': [1] * len(shares),
+              'noam': [math.sqrt(max(1, warmup) / max(1, s)) for s in range(warmup, steps + 1)]}[schedule]
+    assert rates[warmup:] == pytest.approx(wanted, rel=1e-4)
+
+@pytest.mark.parametrize('schedule', SCHEDULES)
+def test_a_run_that_is_extended_continues_from_its_rate(schedule):
+    "Extended twice, once at its end and once before it; resumed with the same length, the same to the bit."
+    of = lambda steps: GPTTraining(steps=steps, warmup_steps=10, schedule=schedule, learning_rate=1.)
+    known, rates = {'steps': 100}, [float(learning_rate(of(100))(n)) for n in range(100)]
+    for first, steps in ((100, 200), (150, 400)):
+        rate, known = extended_rate(of(steps), known, first)
+        rates[first:] = [float(rate(n)) for n in range(first, steps)]
+        again, same = extended_rate(of(steps), known, first + 20)
+        assert same == known and float(again(first + 30)) == rates[first + 30]
+    assert max(np.abs(np.diff(rates))) < 0.101   # a step of the warm-up
+    assert rates[399] == pytest.approx(float(learning_rate(of(400))(399)), rel=1e-5)
+
+def test_weight_decay_is_for_matrices_only(xtts):
+    "With gradients of zero, what moves is what decays, and by exactly rate x decay."
+    variables = [keras.Variable(tf.ones(v.shape), name=v.name, dtype='float32')
+                 for v in xtts.gpt.trainable_variables]
+    names = {v.path.rsplit('/', 1)[-1] for v in xtts.gpt.trainable_variables}
+    # a new kind wants a decision
+    assert names == {'beta', 'bias', 'embeddings', 'gain', 'gamma', 'kernel', 'latents'}
+    optimizer = AdamW(variables, GPTTraining(learning_rate=0.1, weight_decay=0.5))
+    optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
+    for v in variables:
+        decays = v.name in ('kernel', 'latents', 'gain')
+        assert np.allclose(v.numpy(), 0.95 if decays else 1., atol=1e-6), v.path
+        assert (decays or (v.numpy() == 1).all()), v.path
+
+def variable(*values): return keras.Variable(np.float32(values), name='kernel')
+
+@pytest.mark.parametrize('schedule', ['cosine', 'noam'])
+def test_an_update_is_that_of_keras_and_computes_the_rate_once(schedule):
+    """To the bit, with the same variables in the same order: checkpoints keep their names. Keras computes the
+    rate for each weight that decays, the powers of beta for each variable."""
+    training = GPTTraining(schedule=schedule, steps=9, warmup_steps=2)
+    draw, rate = np.random.default_rng(0), learning_rate(training)
+    values = [draw.normal(size=(2, 3)).astype('float32') for _ in range(3)]
+    ours, theirs = ([variable(*v) for v in values] for _ in range(2))
+    optimizers = (AdamW(ours, training),
+                  keras.optimizers.AdamW(rate, training.weight_decay, beta_2=training.beta_2, name='adamw'))
+    optimizers[1].build(theirs)
+    gradients = [tf.constant(v) for v in draw.normal(size=(3, 2, 3)).astype('float32')]
+    steps = [tf.function(partial(o.apply, gradients, some)) for o, some in zip(optimizers, (ours, theirs))]
+    for _ in range(4):
+        for step in steps: step()
+    for a, b in zip((*ours, *optimizers[0].variables), (*theirs, *optimizers[1].variables), strict=True):
+        assert np.array_equal(a, b) and a.path == b.path
+    kinds = [op.type for op in steps[0].get_concrete_function().graph.get_operations()]
+    assert kinds.count('Pow') == 2 and sum('If' in kind for kind in kinds) == (schedule == 'cosine')
+
+@pytest.mark.parametrize('share', [0.5, 0.99])
+def test_the_mean_follows_the_weights_and_training_never_sees_it(share):
+    training = GPTTraining(learning_rate=0.1, ema=share)
+    x, y = variable(3., -1.), variable(3., -1.)
+    with_mean, without = AdamW([x], training), AdamW([y], GPTTraining(learning_rate=0.1))
+    with averaged(with_mean, [x]): assert x.numpy().tolist() == [3., -1.]   # before the first update
+    mean = None
+    for n in range(12):
+        for optimizer, v in ((with_mean, x), (without, y)): optimizer.apply([2 * v.value], [v])
+        decay = min(share, n / (n + 9))   # at first it is the mean of all updates
+        mean = x.numpy().copy() if mean is None else decay * mean + (1 - decay) * x.numpy()
+        assert np.array_equal(x.numpy(), y.numpy())
+    with pytest.raises(KeyError), averaged(with_mean, [x]):
+        assert np.allclose(x.numpy(), mean, rtol=1e-5)
+        raise KeyError
+    assert np.array_equal(x.numpy(), y.numpy())   # they come back after an error too
+    with averaged(without, [y]): assert np.array_equal(x.numpy(), y.numpy())
+    names = [v.path for v in with_mean.variables]   # so it is saved with the rest
+    assert names == ['adamw/iteration', *(f'adamw/kernel_{n}' for n in ('average', 'momentum', 'velocity'))]
+
+def test_the_scale_backs_off_and_comes_back_within_bounds():
+    scale, step = LossScale(patience=2), tf.function(lambda finite: scale.note(finite))
+    def after(*finite):
+        for f in finite: step(tf.constant(f))
+        return math.log2(scale.factor.numpy())
+    assert after(False) == 14 and after(True, True) == 15 and after(True, False, True) == 14
+    assert after(True) == 15
+    assert after(*[False] * 20) == 0 and after(*[True] * 60) == 24

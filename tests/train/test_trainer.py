@@ -1,5 +1,4 @@
 "Training: compiled once a shape, silent between log lines, the best model kept, callbacks of Keras called."
-import csv
 import json
 import shutil
 
@@ -20,7 +19,6 @@ from xtts_nb.monitor import loop
 from xtts_nb.monitor.loop import StepTimer
 from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.train.runs import new_run, _resume_run
-from xtts_nb.train.step import learning_rate
 from xtts_nb.train.trainer import checkpoints, judge, Trainer, _WORDS
 
 
@@ -37,7 +35,7 @@ def streamed(prepared, config) -> Cheap:
 # --- the loop -------------------------------------------------------------------------------------
 
 def test_an_extended_run_continues_from_its_rate(cheap, prepared, mini, tmp_path):
-    "In one go or resumed, the same to the bit; before that it follows the schedule."
+    "In one go or resumed, the same to the bit."
     config = lambda steps: mini.replace(training={'gpt': {'schedule': 'cosine', 'steps': steps,
                                                           'learning_rate': 1.,
                                                   'log_every': 1}})
@@ -49,8 +47,6 @@ def test_an_extended_run_continues_from_its_rate(cheap, prepared, mini, tmp_path
     _resume_run(two).fit()
     assert outcome(one) == outcome(two)
     found = rates(one)
-    assert found[:10] == pytest.approx([float(learning_rate(config(10).training.gpt)(s)) for s in range(1,
-                                                                                                        11)])
     assert found[9] < .03 and found[10] < .5 and max(found[10:]) > .6 and found[29] < .03   # no jump to .7
 
 class Timed:
@@ -152,24 +148,6 @@ def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_pat
     # a clip keeps its reference
     assert other['val_text_loss'] == pytest.approx(seen['val_text_loss'], rel=1e-5)
     assert other['val_loss'] == pytest.approx(0.5 * other['val_text_loss'] + other['val_code_loss'], rel=1e-4)
-
-def test_what_is_saved_is_the_state_at_that_moment(cheap, prepared, mini, tmp_path):
-    "Even if training continues while it is written; by default a checkpoint and the model, at once."
-    run, jobs = new_run(prepared, mini, tmp_path / 'run'), []
-    beta, kept = run.xtts.gpt.final_norm.beta, tmp_path / 'run' / 'checkpoints' / 'step-000000000.safetensors'
-    saved = lambda: dict(read_tensors(kept))['gpt/final_norm/beta']
-    writer, run.writer = run.writer, jobs.append   # a job of a list is done later
-    run.save(wait=False)
-    beta.assign(beta.value + 7)
-    jobs.pop()()
-    assert not saved().any() and not (tmp_path / 'run' / 'best').exists()
-    assert {name for name, _ in read_tensors(tmp_path / 'run' / 'model.safetensors')} == set(run.xtts.weights)
-    run.writer = writer
-    run.save()
-    assert (saved() == 7).all() and not (tmp_path / 'run' / 'best').exists()
-    run.step = 4
-    run.save(False, True)
-    assert (tmp_path / 'run' / 'best').is_dir() and [p.name for p in kept.parent.iterdir()] == [kept.name]
 
 def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, tmp_path):
     """A run that is over stays over. A worse model never replaces the best, also after a kill, when that is
@@ -297,30 +275,24 @@ def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp
 
 # --- callbacks of Keras ---------------------------------------------------------------------------
 
-METHODS = [f'on_{what}_{when}' for what in ('train', 'epoch', 'train_batch', 'test', 'test_batch')
-           for when in ('begin', 'end')]
-
 class Noting(keras.callbacks.Callback):
     "Notes every call: its name, its number and its logs."
     def __init__(self):
         super().__init__()
         self.calls, self.given = [], []
-    def set_params(self, params):
-        super().set_params(params)
-        self.calls.append('set_params')
-    def set_model(self, model):
-        super().set_model(model)
-        self.calls.append('set_model')
-    def note(self, name, number=None, logs=None):
-        assert number is None or type(number) is int   # it is formatted into names of files
-        self.calls.append(name if number is None else (name, number))
-        self.given.append((name, dict(logs or {})))
 
-for name in METHODS:
-    numbered = 'epoch' in name or 'batch' in name
-    setattr(Noting, name,
-            (lambda n: lambda self, number, logs=None: self.note(n, number, logs))(name) if numbered else
-                          (lambda n: lambda self, logs=None: self.note(n, None, logs))(name))
+def noting(name: str):
+    def note(self, first=None, logs=None):
+        if name.startswith('set_'): getattr(super(Noting, self), name)(first)
+        numbered = 'epoch' in name or 'batch' in name
+        assert not numbered or type(first) is int   # it is formatted into names of files
+        self.calls.append((name, first) if numbered else name)
+        if name.startswith('on_'): self.given.append((name, dict((logs if numbered else first) or {})))
+    return note
+
+for name in ('set_params', 'set_model', *(
+        f'on_{what}_{when}' for what in ('train', 'epoch', 'train_batch', 'test', 'test_batch')
+        for when in ('begin', 'end'))): setattr(Noting, name, noting(name))
 
 @pytest.fixture
 def epochs(mini):
@@ -346,20 +318,16 @@ def test_callbacks_are_called_as_by_keras(cheap, prepared, epochs, tmp_path):
                                                                            for s in (2, 4, 6, 8)]
 
 def test_the_callbacks_of_keras(given, prepared, epochs, tmp_path):
-    "Losses 3, 2, 2.5, 2: the plateau lowers the rate; a line of the table and an event for each epoch."
+    "Losses 3, 2, 2.5, 2: the plateau lowers the rate; an event for each epoch."
     pytest.importorskip('tensorboard')
     run = new_run(prepared, epochs.replace(training={'gpt': {'ema': 0.9}}), tmp_path / 'run', HELD)
     begun = run.xtts.gpt.final_norm.beta.numpy()   # the step of this test moves it, and no mean
     k, path = keras.callbacks, tmp_path / 'epoch-{epoch}.weights.h5'
-    run.fit(callbacks=[k.TensorBoard(tmp_path / 'logs'), k.CSVLogger(tmp_path / 'epochs.csv'),
+    run.fit(callbacks=[k.TensorBoard(tmp_path / 'logs'),
                        k.ReduceLROnPlateau('val_loss', factor=0.1, patience=1),
                        k.ModelCheckpoint(path, 'val_loss', save_best_only=True, save_weights_only=True)])
     folder, shares = tmp_path / 'run', (1, 1, 1, 0.1)
     assert rates(folder) == pytest.approx([share * epochs.training.gpt.learning_rate for share in shares])
-    with open(tmp_path / 'epochs.csv', newline='') as file: rows = list(csv.DictReader(file))
-    assert [(row['epoch'], float(row['val_loss'])) for row in rows] == [('0', 3.), ('1', 2.), ('2', 2.5),
-                                                                        ('3', 2.)]
-    assert [float(row['loss']) for row in rows] == [line['loss'] for line in lines_of(folder)]
     found = {}
     for events in sorted((tmp_path / 'logs').rglob('events*')):
         for record in tf.data.TFRecordDataset(str(events)):
