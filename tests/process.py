@@ -38,7 +38,7 @@ small = XTTSConfig.tiny(64).replace(
            'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'batch_size': 8, 'buckets': 1},
     training={'gpt': {'warmup_steps': 1, 'log_every': 4}, 'dvae': {'steps': 20}})
 XTTSConfig.tiny = classmethod(lambda cls: small)
-demo.run_demo = partial(demo.run_demo, pairs=2, rounds=1)
+demo._run_demo = partial(demo._run_demo, pairs=2, rounds=1)
 bench_data._bench_loaders = partial(bench_data._bench_loaders, seconds=0.2)
 main()
 '''

@@ -35,12 +35,12 @@ def spoken(tmp_path_factory):
     out = tmp_path_factory.mktemp('corpus') / 'small'
     return out, _make_corpus(out, limit=1)
 
-HUSH = ('import hashlib, time; from xtts_nb.app.demo_corpus import *; from xtts_nb.data.espeak import *\n'
+HUSH = ('import hashlib, time; from xtts_nb.app.demo_corpus import _make_corpus; from xtts_nb.data.espeak import *\n'
         'print(hashlib.sha256(speak("Hush.", "en", SynthVoice("whisper"))[0].tobytes()).hexdigest())\n')
 
 def test_fresh_processes_write_the_same_bytes(spoken, tmp_path):
     "Whatever was spoken before, and whenever: noise is not seeded by the clock."
-    first = python(HUSH + f'make_corpus({str(tmp_path / "a")!r}, limit=1); time.sleep(1.1)')
+    first = python(HUSH + f'_make_corpus({str(tmp_path / "a")!r}, limit=1); time.sleep(1.1)')
     assert first.code == 0 and _corpus_digest(tmp_path / 'a') == _corpus_digest(spoken[0])
     assert python(HUSH).out == first.out != ''
 
@@ -81,9 +81,9 @@ def test_an_interrupted_corpus_and_a_full_disk_leave_nothing(monkeypatch, tmp_pa
     assert not any(tmp_path.iterdir())
 
 def test_a_library_held_by_others_is_noticed(tmp_path):
-    code = ('import ctypes; from xtts_nb.app.demo_corpus import *; from xtts_nb.data.espeak import *\n'
+    code = ('import ctypes; from xtts_nb.app.demo_corpus import _make_corpus; from xtts_nb.data.espeak import *\n'
             'held = ctypes.CDLL(espeak_files()[0])\n'
-            f'make_corpus({str(tmp_path / "c")!r}, limit=1)')
+            f'_make_corpus({str(tmp_path / "c")!r}, limit=1)')
     assert 'a process of its own' in python(code).err and not list(tmp_path.iterdir())
 
 # --- pairs --------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
         seen.append((config.data.seed, config.training.gpt.seed))
         if seen == [(0, 0), (1, 1)]: raise KeyboardInterrupt
         return {'seed': seed, 'loss': 10. - seed}
-    monkeypatch.setattr(demo, 'make_corpus', lambda *a, **k: CLIPS)
+    monkeypatch.setattr(demo, '_make_corpus', lambda *a, **k: CLIPS)
     monkeypatch.setattr(demo, '_one_seed', one_seed)
     with pytest.raises(KeyboardInterrupt): demo._demo_seeds(tmp_path, 3, small)
     rows = demo._demo_seeds(tmp_path, 3, small)
