@@ -142,12 +142,7 @@ download nothing > nothing
 corpus nowhere --out out > nowhere
 corpus corpus --out foreign > foreign
 prepare nowhere --out out > nowhere
-prepare corpus --out foreign > foreign
-prepare corpus --out bad.yaml > bad.yaml
-prepare corpus --out out --config no.yaml > no.yaml
 prepare corpus --out out --config bad.yaml > learnin_rate
-prepare corpus --out out --layout vctk > vctk
-prepare corpus --out out --language English > English
 prepare corpus --out out --shard one > I/N
 prepare corpus --out out --dvae empty > config.yaml
 merge empty --out out > empty
@@ -160,11 +155,8 @@ train --data CACHE --bach-size 3 > --batch-size
 train --data CACHE --steps 3 --epochs 3 > --epochs
 train --data CACHE --gpu-preset T4 > 4090
 train --data CACHE --preprocessing-mode runtime > data.preprocessing_mode
-train --data CACHE --set data.bach_size=3 > batch_size
 train --data CACHE --batch-size 6 --grad-accum 4 > grad_accum_steps
-train --data CACHE --set data.max_drop_rate=0.1 > data.max_drop_rate
 train --data CACHE --set data.max_seconds=0.55 > data.max_seconds
-train --data CACHE --lr 0 > training.gpt.learning_rate
 train --data CACHE --mix-share 0.5 > --mix
 train-dvae > xtts-nb train-dvae
 train-decoder > --model
@@ -179,10 +171,8 @@ convert to-savedmodel out --model empty > empty
 add-language out --model empty --language fa --texts no.txt > no.txt
 say aa --model empty --voice v.wav > config.yaml
 say --model RUN --voice corpus/wavs/good.wav > text
-say ... --model RUN --voice corpus/wavs/good.wav > letter
 say aa --model RUN --voice corpus/wavs/good.wav --language xx > xx
 say aa --model RUN --voice corpus/wavs/text.wav > text.wav
-say aa --model RUN --voice corpus/wavs/nothing.wav > nothing.wav
 evaluate empty --model empty > empty
 serve --model empty --voices v --voice-alias x > NAME=VOICE
 voices add a/b no.wav --model empty --voices v > a/b
@@ -241,12 +231,6 @@ def test_an_error_is_one_sentence(line, bad, prepared, session, ran):
     assert done.said[0][-1] in '.?' and word in done.said[0], done.said
     assert tree(bad) == before
 
-def test_debug_shows_a_traceback(bad):
-    for words in (['--debug', 'monitor', '--log-file', 'log.txt'],
-                  ['monitor', '--log-file', 'log.txt', '--debug']):
-        done = xtts_nb(*words, cwd=bad)
-        assert done.code and done.out == '' and 'Traceback' in done.err and 'UserError: log.txt' in done.err
-
 def test_one_bad_clip_never_ends_a_run(bad, corpus, prepared):
     "Good rows and one of each bad kind: all bad ones are dropped, counted, and listed with their reason."
     good = (corpus / 'metadata.csv').read_text(encoding='utf-8').splitlines()
@@ -281,13 +265,13 @@ def test_prepare_train_and_say(session, corpus, mini, ran, tmp_path):
     assert {p.name for p in home.iterdir()} == {'my corpus', 'mini settings.yaml', 'the cache', 'runs',
                                                 'out put'}
     assert not [p for p in home.rglob('*') if '.part' in p.name]
-    shutil.copytree(run, more := tmp_path / 'run')   # a run goes on, and --steps extends it
-    again = ran(f'train --run {more} --steps 6 --set training.gpt.mode=eager --json')
-    assert again.json['steps'] == 6 and 'continues at update 4' in again.err
+    shutil.copytree(run, more := tmp_path / 'run')   # a run goes on, and --epochs extends it
+    again = ran(f'train --run {more} --epochs 2 --set training.gpt.mode=eager --json')
+    assert again.json['steps'] == 8 and 'continues at update 4' in again.err
     assert again.json['traces'] == 0
-    assert again.json['loss_first'] != first['loss_first']   # of the first six updates, not of the first four
+    assert again.json['loss_first'] != first['loss_first']   # of eight updates, not of four
     metrics = (more / 'metrics.jsonl').read_text().splitlines()
-    assert [json.loads(line)['step'] for line in metrics] == [2, 4, 6]
+    assert [json.loads(line)['step'] for line in metrics] == [2, 4, 6, 8]
     ended = ran(f'train --run {more} --json').json   # nothing is left to do, and the summary is the same
     assert all(ended[k] == again.json[k] for k in ('steps', 'loss_first', 'loss_last'))
     assert main('prepare', corpus, '--out', tmp_path / 'out', '--dvae', run) == 0   # its DVAE is used again
@@ -394,11 +378,10 @@ TINY_STEP = '--layers 1 --width 64 --heads 2 --batch-size 2 --text-tokens 12 --c
 
 @pytest.mark.slow
 @pytest.mark.parametrize('what, unit, names, more', [
-    ('data', 'clips_per_s', 'numpy_function native_wav native cache', '--data CORPUS --clips 60'),
+    ('data', 'clips_per_s', 'numpy_function native_wav native cache', '--data CORPUS --clips 14'),
     ('train', 'step_ms', 'eager graph xla graph_bf16 xla_bf16', TINY_STEP),
     ('say', 'tokens_per_s', 'naive float32 bfloat16 int8 batch8 batch8_int8 stream', '')])
-def test_bench(corpus, tmp_path, request, what, unit, names, more):
-    if what != 'data': request.getfixturevalue('cheap_xla')   # its DVAE computes longer than it compiles
+def test_bench(corpus, tmp_path, cheap_xla, what, unit, names, more):
     done = python(SMALL, 'bench', what, *more.replace('CORPUS', str(corpus)).split(), '--rounds', '1',
                   '--record', '--json', cwd=tmp_path, timeout=900)
     assert done.code == 0, done.err
@@ -410,6 +393,12 @@ def test_bench(corpus, tmp_path, request, what, unit, names, more):
         assert {'codes', 'reference', 'text'} < {*done.json['compared']['cache']}
     if what == 'train':
         assert [r['traces'] for r in rows] == [0, 1, 1, 1, 1] and all(r['syncs'] == 1 for r in rows[1:])
+    if what == 'say':
+        same, pieces = done.json['same_codes'], done.json['piece_ms']
+        assert same['float32'] == same['batch8'] == 1 and 0 < same['bfloat16'] <= 1
+        assert 0 < same['int8'] == same['batch8_int8'] <= 1
+        assert len(pieces) == 20 and min(pieces) > 0   # of 320 codes: 16 each, after the first 8
+        assert 0 < rows[-1]['first_sound_ms'] < sum(pieces)
     (file,) = (tmp_path / 'benchmarks').iterdir()
     assert json.loads(file.read_text())['rows'] == rows
 
@@ -523,13 +512,15 @@ def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
     assert tree(tmp_path) == {}
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_demo(tmp_path, cheap_xla):
-    "At four stages of a small one, in the same folder."
+def test_a_demo_that_was_stopped_begins_again(tmp_path, cheap_xla):
+    "In the same folder, with the corpus that is there."
     program = SMALL.replace('pairs=2', 'pairs=2, sentences=6')
-    for stage in 'speak the corpus', 'train the DVAE', 'measure the step', 'train the GPT':
-        check_stopped(interrupted('demo', '--out', tmp_path / 'demo', '--steps', '20', at=stage, timeout=900,
-                                  program=program))
-        assert not [p for p in tree(tmp_path) if '.part' in p], stage
+    words = ['demo', '--out', tmp_path / 'demo', '--steps', '20', '--json']
+    check_stopped(interrupted(*words, at='train the GPT', timeout=900, program=program))
+    assert not [p for p in tree(tmp_path) if '.part' in p]
+    made = lambda: (tmp_path / 'demo/corpus/corpus.json').stat().st_mtime_ns
+    before, done = made(), python(program, *words, timeout=900)
+    assert done.code == 0 and done.json['train']['steps'] == 20 and made() == before, done.err
 
 def test_ctrl_c_ends_the_monitor(tmp_path):
     done = interrupted('monitor', '--interval', '0.1', '--log-file', tmp_path / 'log.jsonl', '--json',
@@ -538,7 +529,7 @@ def test_ctrl_c_ends_the_monitor(tmp_path):
     assert all(json.loads(line)['cpu'] for line in (tmp_path / 'log.jsonl').read_text().splitlines())
 
 @pytest.mark.slow
-@pytest.mark.parametrize('delay', [0.1, 0.5, 1., 2.])
+@pytest.mark.parametrize('delay', [0.5, 2.])
 def test_ctrl_c_while_it_starts(longer, prepared, tmp_path, delay):
     program = ('import sys; from xtts_nb.app.cli import main\n'
                'print("ready", file=sys.stderr, flush=True); main()')

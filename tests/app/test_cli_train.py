@@ -1,6 +1,4 @@
 "The options of `xtts-nb train`: each has an effect; what a run is made of."
-import json
-import math
 import re
 import sys
 from functools import cache
@@ -12,7 +10,6 @@ import pytest
 from process import main, tree
 from xtts_nb.app import cli
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.settings import flat
 from xtts_nb.train import begin, caches, runs
@@ -239,16 +236,6 @@ def test_a_run_or_something_to_begin_one_with(tmp_path):
     for inner in (tmp_path / 'best', tmp_path / 'best/model'):   # a checkpoint is as deep
         pytest.raises(UserError, known, inner, 'corpus').match(f'{tmp_path}.$')
 
-@pytest.mark.parametrize('begun, now, every', [
-    (None, {'steps': 50}, 5), (None, {'epochs': 3}, 2),   # 9 updates an epoch
-    ({'steps': 50, 'validate_every': 5}, {'steps': 90, 'validate_every': 5}, 9),
-    ({'steps': 50, 'validate_every': 5}, {'steps': 90, 'validate_every': 7}, 7),   # asked for
-    ({'steps': 50, 'validate_every': 4}, {'steps': 90, 'validate_every': 4}, 4)])
-def test_a_training_that_goes_on_is_validated_by_its_new_length(begun, now, every):
-    begun, now = (values and TINY.replace(training={'gpt': values},
-                                          data={'batch_size': 4}) for values in (begun, now))
-    assert begin._validated(now, begun, .1, range(33)).training.gpt.validate_every == every
-
 def test_an_interval_that_is_asked_for_stays(built, home):
     "Also where it is the one that a shorter training had by itself."
     first = built('--run', home / 'r', '--val', .1, '--steps', 50, config=None).training
@@ -268,13 +255,3 @@ def test_config_create_overwrites_nothing(home, ran):
     before = tree(home)
     assert main(*line) == 2 and tree(home) == before
     assert main('config', 'create') == 0 and XTTSConfig.load(home / 'config.yaml') == XTTSConfig.xtts_v2()
-
-@pytest.mark.slow
-def test_two_epochs_from_a_file_to_the_end(home, prepared, ran):
-    "Nothing is stubbed: settings from a file, an option over it, and a run that continues to more epochs."
-    first = ran(f'train --data {prepared.folder} --config mini.yaml --epochs 1 --batch-size 2 --run run '
-                '--json').json
-    assert first['steps'] == 7 and XTTSConfig.load(home / 'run/config.yaml').data.batch_size == 2
-    assert ran('train --run run --epochs 2 --json').json['steps'] == 14 and math.isfinite(first['loss_last'])
-    cache = Cache(json.loads((home / 'run/run.json').read_text())['cache'])
-    assert cache.manifest['key'] == prepared.manifest['key']

@@ -3,7 +3,6 @@ import csv
 import errno
 import json
 import re
-import shutil
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,11 +11,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from process import SMALL, python, tree, xtts_nb
+from process import python, tree, xtts_nb
 from xtts_nb.app import demo, demo_corpus
 from xtts_nb.report import facts, heading, picture, player
 from xtts_nb.app.demo_corpus import _corpus_digest, _DEMO_SENTENCES, _make_corpus, _plan_corpus
-from xtts_nb.app.demo_pairs import _choose_pairs, _Pair
+from xtts_nb.app.demo_pairs import _choose_pairs
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache
@@ -35,7 +34,8 @@ def spoken(tmp_path_factory):
     out = tmp_path_factory.mktemp('corpus') / 'small'
     return out, _make_corpus(out, limit=1)
 
-HUSH = ('import hashlib, time; from xtts_nb.app.demo_corpus import _make_corpus; from xtts_nb.data.espeak import *\n'
+HUSH = ('import hashlib, time; from xtts_nb.app.demo_corpus import _make_corpus\n'
+        'from xtts_nb.data.espeak import speak, SynthVoice\n'
         'print(hashlib.sha256(speak("Hush.", "en", SynthVoice("whisper"))[0].tobytes()).hexdigest())\n')
 
 def test_fresh_processes_write_the_same_bytes(spoken, tmp_path):
@@ -81,8 +81,8 @@ def test_an_interrupted_corpus_and_a_full_disk_leave_nothing(monkeypatch, tmp_pa
     assert not any(tmp_path.iterdir())
 
 def test_a_library_held_by_others_is_noticed(tmp_path):
-    code = ('import ctypes; from xtts_nb.app.demo_corpus import _make_corpus; from xtts_nb.data.espeak import *\n'
-            'held = ctypes.CDLL(espeak_files()[0])\n'
+    code = ('import ctypes; from xtts_nb.app.demo_corpus import _make_corpus\n'
+            'from xtts_nb.data.espeak import _espeak_files; held = ctypes.CDLL(_espeak_files()[0])\n'
             f'_make_corpus({str(tmp_path / "c")!r}, limit=1)')
     assert 'a process of its own' in python(code).err and not list(tmp_path.iterdir())
 
@@ -121,20 +121,6 @@ def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
     assert demo._seed_spread(rows) == {'loss': {'min': 8., 'median': 9., 'max': 10.}}
     demo._demo_seeds(tmp_path, 1, small.replace(training={'gpt': {'steps': small.training.gpt.steps + 1}}))
     assert len(seen) == 5
-
-def read_pairs(path) -> list[dict]:
-    with open(path, newline='', encoding='utf-8') as f: return list(csv.DictReader(f))
-
-def test_real_clips_score_right(corpus, small):
-    "The recordings themselves are right; those of another voice or sentence are not."
-    clips = [c for c in demo.read_corpus(corpus)[0] if len(c.text) > 5]
-    first = clips[0]
-    voice = next(c for c in clips if c.text == first.text and c.speaker != first.speaker)
-    words = next(c for c in clips if c.text != first.text and c.speaker == first.speaker)
-    pairs = [_Pair('train', first, words)] * 3
-    scores = demo._score_pairs(pairs, [c.path for c in (first, voice, words)], clips, corpus, small)
-    assert scores[0] == (True, True) and scores[1] == (True, False) and not scores[2][0]
-
 
 # --- whose run it removes -----------------------------------------------------------------------------------
 
@@ -222,13 +208,13 @@ def test_the_model_has_learned(whole):
     assert {'mel', 'duration'} <= {s['score'] for s in result['scores'] if s['offered']}
 
 @pytest.mark.slow
-def test_what_a_demo_leaves(whole, tmp_path, cheap_xla):
-    "Nothing else; held-out clips were kept out; a second, small one in the same place finds the corpus done."
+def test_what_a_demo_leaves(whole, tmp_path):
+    "Nothing else; held-out clips were kept out; its model speaks."
     home, result = whole
     there = home / 'runs/demo'
     assert {p.name for p in home.iterdir()} == {'runs'} and {p.name for p in there.iterdir()} == {
         'corpus', 'cache', 'run', 'spoken', 'untrained', 'pairs.csv', 'untrained.csv', 'report.html'}
-    rows = read_pairs(there / 'pairs.csv')
+    with open(there / 'pairs.csv', newline='', encoding='utf-8') as file: rows = [*csv.DictReader(file)]
     held = {Path(r['target']).stem for r in rows if r['set'] == 'heldout'}
     assert {*json.loads((there / 'run/run.json').read_text())['held_out']} == held and len(held) == 16
     assert not held & {Path(r['reference']).stem for r in rows}
@@ -241,8 +227,3 @@ def test_what_a_demo_leaves(whole, tmp_path, cheap_xla):
     done = xtts_nb('say', row['text'], '--language', row['language'], '--model', there / 'run', '--voice',
                    there / row['reference'], '--out', tmp_path / 'say.wav', '--json')
     assert done.code == 0 and 0.5 < done.json['seconds'] < 8, done.err
-    shutil.copytree(home / 'runs', tmp_path / 'runs')
-    made = lambda: (tmp_path / 'runs/demo/corpus/corpus.json').stat().st_mtime_ns
-    before = made()
-    done = python(SMALL, 'demo', '--steps', '20', '--json', cwd=tmp_path, timeout=1800)
-    assert done.code == 0 and done.json['train']['steps'] == 20 and made() == before, done.err

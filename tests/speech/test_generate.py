@@ -121,19 +121,6 @@ def biased(net, stop):
 @pytest.fixture
 def endless(net): return biased(net, -50.)
 
-@pytest.mark.parametrize('bias', [-50., 0.])
-def test_greedy_with_cache_is_the_argmax_of_the_full_pass(net, inputs, bias):
-    biased(net, bias)
-    text, text_length, reference = inputs
-    codes, length = speak(net, inputs, repetition_penalty=1.)
-    logits = net(*map(tf.constant, (text, text_length, codes, length, reference)))[1].numpy()
-    logits[..., net.code_start] = -np.inf
-    for row, n in enumerate(length):
-        said = [*codes[row, :n], net.code_stop][:MAX]
-        best = logits[row, :len(said)]
-        close = best.max(-1) - np.take_along_axis(best, np.array(said)[:, None], -1)[:, 0]
-        assert (close < 1e-4).all(), row   # the argmax, or level with it in float32
-
 def test_the_states_are_those_of_a_second_pass(net, inputs):
     "Up to and with the one that chose STOP."
     biased(net, 1.5)
@@ -168,12 +155,6 @@ def test_each_piece_of_a_text_has_its_own_seed():
     assert len({*pieces(None), *pieces(None)}) == 18
     again = [_retry_sampling(Sampling(seed=seed), 2).seed for seed in pieces(2**31 - 1)]
     assert all(0 <= seed < 2**31 for seed in (*pieces(2**31 - 1), *again))
-
-def test_xla_says_the_same(endless, inputs):
-    text, length, reference = map(tf.constant, inputs)
-    run = tf.function(lambda *x: generate(endless, *x, MAX, temperature=0., repetition_penalty=3.),
-                      jit_compile=True)
-    assert np.array_equal(run(text, length, endless.conditioning(reference))[0], speak(endless, inputs)[0])
 
 @pytest.mark.parametrize('parity, first, spoken', [(True, 'start', [2]), (False, 'other', [1, 2])])
 def test_in_parity_code_1_and_start_count_as_spoken(endless, inputs, monkeypatch, parity, first, spoken):
