@@ -127,11 +127,9 @@ def test_notebooks_are_copied_with_their_records(ran, tmp_path):
     folder = tmp_path / 'pages'
     assert ran(f'notebooks {folder} --json').json['notebooks'] == len(repository.notebooks())
     files = {p.relative_to(ROOT / 'nbs').as_posix() for p in repository.notebooks()}
+    records = {f'benchmarks/{f.name}' for f in (ROOT / 'benchmarks').glob('*.json')}
     copied = {p.relative_to(folder).as_posix() for p in folder.rglob('*.*')}
-    assert {f for f in copied if f.endswith('.ipynb')} == files and 'settings.ini' in copied
-    assert {Path(f).name for f in copied if f.startswith('benchmarks/')} == {
-        f.name for f in (ROOT / 'benchmarks').glob('*.json')}
-    assert not [f for f in copied if f.endswith(('.yml', '.py'))]
+    assert {f for f in copied if not f.startswith('images/')} == {*files, *records, 'settings.ini'}
     assert 'nbdev_export' not in (folder / 'data/cache.ipynb').read_text(encoding='utf-8')
 
 
@@ -291,9 +289,6 @@ def test_verify_finds_and_repairs(corpus, prepared, tmp_path, ran):
     assert (done.code, done.json['bad']) == (1, 1)
     done = ran(f'verify {out} --fix --json')
     assert (done.code, done.json['fixed'], done.json['failed']) == (0, 1, 0) and tree(out) == whole
-    (out / 'dvae.safetensors').unlink()
-    done = ran(f'verify {out} --fix')
-    assert done.code == 1 and 'dvae.safetensors: is missing' in done.out
 
 @pytest.fixture
 def ten(mini, tmp_path):
@@ -357,12 +352,9 @@ def test_what_a_run_has_never_seen(prepared, tmp_path):
 
 @pytest.mark.slow
 def test_fixed_sentences_from_the_command_to_the_card(ran, prepared, with_hifigan, tmp_path, monkeypatch):
-    line = (f'evaluate {prepared.folder} --model {with_hifigan} --clips 1 --sentences all '
-            f'--report {tmp_path}/r')
-    done = ran(line)   # its tokenizer is learned from a few words
-    assert done.code == 2 and 'en: the model never saw some letters of each fixed sentence' in done.err
     monkeypatch.setattr('xtts_nb.speech.fixed_sentences.SENTENCES', {'en': [prepared.clips[0]['text']]})
-    result = ran(f'{line} --json').json
+    result = ran(f'evaluate {prepared.folder} --model {with_hifigan} --clips 1 --sentences all '
+                 f'--report {tmp_path}/r --json').json
     assert result['fixed'] and result['clips'] == 1 and (tmp_path / 'r/report.html').is_file()
     assert 'of fixed sentences' in (tmp_path / 'r/MODEL.md').read_text(encoding='utf-8')
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from xtts_nb.app import bench_config
 from xtts_nb.app.bench_data import (
-    check_equal, _differing_share, padding, readers, _refuse_differences, _Tiled)
+    check_equal, padding, readers, _Tiled)
 from xtts_nb.app.bench_service import _load_row, _load_speaker, _service_load
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
@@ -40,24 +40,10 @@ def test_a_difference_is_noticed_whatever_differs(prepared, dvae, small, stats):
         check_equal(plan, stats, dvae.encode, {'cache': right['cache']} | arms, batches=1)
     assert re.findall(r'(\w+) (\w+) [0-9.]+%', str(e.value)) == [(arm, arm.split('_')[-1]) for arm in arms]
 
-def test_the_share_of_cells_that_differ():
-    "Mels and codes may differ in one cell of a thousand, anything else in none."
-    for x, y, tolerance, share in (([1, 2], [1, 2], 0., 0.), ([1, 2, 3, 4], [1, 2, 3, 5], 0., 0.25),
-                                   ([1], [1, 1], 0., 1.), ([1., 0.], [1.5, 1.], 0.5, 0.5)):
-        assert _differing_share(x, y, tolerance) == share
-    near = dict.fromkeys(('mel', 'reference', 'codes'), 1e-3)
-    _refuse_differences({'a': near | {'text': 0.}})
-    for part, share in (('mel', 0.0011), ('codes', 0.0011), ('text', 1e-4)):
-        with pytest.raises(UserError,
-                           match=f'b {part}'): _refuse_differences({'a': near, 'b': near | {part: share}})
-
 def test_copies_are_clips_of_their_own(prepared, small):
     many = _Tiled(prepared, 3)
-    assert len(many) == 3 * len(prepared) == len({c['id'] for c in many.clips})
-    for i in (0, 13, 14, 41):
-        for kind in ('codes', 'text', 'mel'):
-            assert np.array_equal(many.array(kind, i), prepared.array(kind, i % 14))
-        assert many.wav_path(i) == prepared.wav_path(i % 14) and many.samples[i] == prepared.samples[i % 14]
+    assert len({c['id'] for c in many.clips}) == 42 and many.samples[41] == prepared.samples[13]
+    assert np.array_equal(many.array('codes', 41), prepared.array('codes', 13))
     many.codes[many.codes_start[14]] += 1
     assert not np.array_equal(many.array('codes', 14), many.array('codes', 0))   # another place in memory
     plan = BatchPlan(many, small.data)

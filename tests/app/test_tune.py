@@ -21,11 +21,12 @@ from xtts_nb.data.espeak import speak, VOICES
 
 @pytest.fixture
 def runs(tmp_path):
-    "Stages that only make their file; `runs(*words)` returns the names of those that ran."
-    def run(**asked):
+    "Stages that only make their file, up to one that fails; the names of those that ran, and the result."
+    def run(fails='', **asked):
         names = []
         def plan(): return _plan_tuning('book.mp3', tmp_path / 'out', **asked)
         def stage(words):
+            if words[0] == fails: raise UserError('no room')
             names.append(words[0])
             made = next(s.made for s in plan() if s.name == words[0])
             made.parent.mkdir(parents=True, exist_ok=True)
@@ -79,22 +80,11 @@ def test_only_what_changed_and_what_follows_runs_again(runs, tmp_path):
     assert names == ['prepare', 'train', 'evaluate']
     assert json.loads((tmp_path / 'out' / 'tune.json').read_text()) == done
 
-def test_what_follows_a_stage_that_ran_again_is_not_complete(tmp_path):
+def test_what_follows_a_stage_that_ran_again_is_not_complete(runs):
     "Also if it fails: the model of before is not that of the new clips."
-    def stage(words, fails=''):
-        if words[0] == fails: raise UserError('no room')
-        made = next(s.made for s in plan() if s.name == words[0])
-        made.parent.mkdir(parents=True, exist_ok=True)
-        made.write_text('{}')
-        return {}
-    quiet = lambda line: None
-    def plan(): return _plan_tuning('b.mp3', tmp_path)
-    tune(plan, tmp_path, quiet, stage)
-    def plan(): return _plan_tuning('b.mp3', tmp_path, prepare=('--preset', 'xtts_v2'))
-    names = []
-    with pytest.raises(UserError): tune(plan, tmp_path, quiet, lambda words: stage(words, 'train'))
-    tune(plan, tmp_path, quiet, lambda words: names.append(words[0]) or stage(words))
-    assert names == ['train', 'evaluate']
+    runs()
+    with pytest.raises(UserError): runs('train', prepare=('--preset', 'xtts_v2'))
+    assert runs(prepare=('--preset', 'xtts_v2'))[0] == ['train', 'evaluate']
 
 def test_each_cache_has_a_run_of_its_own(tmp_path):
     "A corrected corpus begins one, the corpus as it was goes on; likewise another model, or older clips."

@@ -14,11 +14,6 @@ NET, INSIDE = Link(1e9, 0.), Link(1e12, 0.)
 WORK = StepCost(fixed=0.01, per_row=0.01, gradients=1e8)
 
 
-def test_a_ring_sends_twice_the_gradients():
-    "(n - 1) / n of them, there and back; one device sends nothing."
-    assert [ring_seconds(1e9, n, NET) for n in (1, 2, 4)] == pytest.approx([0., 1., 1.5])
-    assert ring_seconds(0., 5, Link(1e9, 1e-3)) == pytest.approx(8e-3)
-
 def test_a_prediction_by_hand():
     "Two machines: 30 ms alone; an all-reduce of 19.35 ms, 15 hidden; 1 ms to copy a row, 0.8 to read it."
     work = StepCost(0.01, 0.002, gradients=1e8, row_bytes=25e6, overlap=0.5, host_rate=1e4)

@@ -22,11 +22,6 @@ from xtts_nb.speech.voices import Voice
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
 
-def draws(score, n=400, spoken=None, temperature=1., top_k=50, top_p=1., penalty=1.):
-    score = tf.constant(score, tf.float32)[None]
-    spoken = tf.zeros(score.shape, bool) if spoken is None else tf.constant([spoken])
-    return picked(np.tile(score, (n, 1)), np.tile(spoken, (n, 1)), temperature, top_k, top_p, penalty)
-
 def picked(score, spoken, *settings, uniform=None):
     "A code of each row, by numbers that are spread evenly from 0 to 1."
     if uniform is None: uniform = (np.arange(len(score), dtype=np.float32) + 0.5) / len(score)
@@ -62,15 +57,6 @@ def test_draws_follow_the_distribution_of_coqui_tts(settings, freedom, most):
     for wrong in ((1.1 * temperature, *limits, penalty), (0.9 * temperature, *limits, penalty),
                   (temperature, *limits, penalty / 2)):
         assert chi_square(count, chances(*wrong)) > most, wrong
-
-@pytest.mark.parametrize('limits, allowed', [
-    (dict(top_k=2), {0, 1}), (dict(top_p=0.55), {0, 1}), (dict(top_k=2, top_p=0.6), {0}),
-    (dict(temperature=0), {0}), (dict(top_p=0.), {0})], ids=str)
-def test_limits_keep_the_best(limits, allowed):
-    order = [2, 0, 3, 1]   # places of the scores, best first
-    score = np.zeros(4)
-    score[order] = np.log([0.5, 0.3, 0.15, 0.05])
-    assert set(draws(score, **limits)) == {order[i] for i in allowed}
 
 @pytest.mark.parametrize('uniform, code', [(0., 1), (0.4999, 1), (0.5001, 3), (1 - 2**-24, 3)])
 def test_the_draw_inverts_the_distribution(uniform, code):
@@ -141,12 +127,6 @@ def test_a_limit_ends_the_loop_without_a_new_trace(endless, inputs):
         for row, all_codes, n in zip(codes, whole, lengths.tolist()):
             assert row.tolist() == [*all_codes[:n], *[endless.code_stop] * (MAX - n)]
     assert trace_count(compiled(endless, MAX)) == traces
-
-def test_sampling_does_not_depend_on_what_the_neighbours_say(endless, inputs):
-    "Nor on the row."
-    sampled = dict(temperature=1., seed=5)
-    other = [x[[1, 1, 0]] for x in inputs]
-    assert np.array_equal(speak(endless, inputs, **sampled)[0][0], speak(endless, other, **sampled)[0][2])
 
 def test_each_piece_of_a_text_has_its_own_seed():
     "Without a seed another one each time; a seed as great as the service takes has pieces and attempts too."

@@ -1,4 +1,4 @@
-"What `hits` and `words_heard` answer, and a run that listens to its model."
+"What `words_heard` answers, and a run that listens to its model."
 import json
 
 import keras
@@ -9,7 +9,7 @@ import tensorflow as tf
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.listen import (
-    hits, Listener, _spoken_distance, words_heard)
+    Listener, _spoken_distance, words_heard)
 from xtts_nb.train import runs
 from xtts_nb.train.finetune import _make_update
 from xtts_nb.train.runs import export_run, new_run, _resume_run
@@ -18,17 +18,6 @@ from xtts_nb.train.trainer import Trainer
 def clip(frames, seed, bins=80):
     "A smooth random walk: frames that resemble their neighbours, as in speech."
     return np.random.default_rng(seed).normal(size=(frames, bins)).cumsum(0).astype(np.float32)
-
-def test_hits_ask_for_the_sentence_among_all_and_the_voice_within_it():
-    sentences = {'one': clip(40, 1), 'two': clip(50, 2)}
-    colours = {'low': np.linspace(4, -4, 80, dtype=np.float32),
-               'high': np.linspace(-4, 4, 80, dtype=np.float32)}
-    labels = [(s, v) for s in sentences for v in colours]
-    references = [sentences[s] + colours[v] for s, v in labels]
-    spoken = np.repeat(sentences['one'] + colours['high'], [1, 2] * 20, axis=0) + 2
-    assert hits(spoken, references, labels, ('one', 'high')) == (True, True)
-    assert hits(spoken, references, labels, ('one', 'low')) == (True, False)
-    assert hits(spoken, references, labels, ('two', 'high'))[0] is False
 
 @pytest.fixture(scope='module')
 def quick(small):

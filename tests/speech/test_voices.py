@@ -101,9 +101,6 @@ def test_a_voice_is_found(shelf, singer, tmp_path):
     there = [str(tmp_path / 'a.wav')]
     Path(there[0]).touch()
     assert find_voice(there, singer.xtts, tmp_path) is there   # a file, not a name
-    saved = load_voice(shelf / 'low.safetensors', singer.xtts)
-    for given, folder in (([shelf / 'low.safetensors'], None), (['low'], shelf)):
-        assert np.array_equal(find_voice(given, singer.xtts, folder).prompt, saved.prompt)
     for given, folder in ((['a.wav', 'v.safetensors'], None), (['low', 'high'], shelf)):
         with pytest.raises(UserError, match='several voices cannot speak one text'):
             find_voice(given, singer.xtts, folder)
@@ -152,11 +149,3 @@ def test_a_file_of_other_voices_is_refused_whole(singer, tmp_path, contents, wor
     with pytest.raises(UserError, match=words):
         _import_voices(tmp_path / 'voices', tmp_path / 'x.pth', singer.xtts)
     assert not (tmp_path / 'voices').exists()
-
-def test_a_file_of_voices_that_runs_code_is_refused(singer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code = torch_file.call(torch_file.name('os', 'mkdir'), torch_file.text('ran'))
-    torch_file.write_dict(tmp_path / 'x.pth', {'A': studio()}, B=code)
-    with pytest.raises(UserError, match='x.pth: asks for os.mkdir, which could run code'):
-        _import_voices('voices', tmp_path / 'x.pth', singer.xtts)
-    assert [*tmp_path.iterdir()] == [tmp_path / 'x.pth']
