@@ -24,7 +24,6 @@ from process import SMALL, Done, Forked, hears_ctrl_c, interrupted, main, python
 from xtts_nb import __version__
 from xtts_nb.app import cli_speak
 from xtts_nb.app.cli import app
-from xtts_nb.train import caches
 from xtts_nb.config import XTTSConfig
 from xtts_nb.data.cache import Cache
 
@@ -331,16 +330,6 @@ def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, ran):
     assert ran(line, tmp_path / 'out').code == ran(line, tmp_path / 'straight').code == 0
     for name in ('out', 'straight'): assert (tmp_path / name / 'dvae.safetensors').read_bytes() == weights
     assert not work.exists()
-
-def test_what_a_learned_dvae_belongs_to(tmp_path):
-    key = lambda corpus='a', layout=None, **changes: caches._learned_key(
-        tmp_path / corpus, XTTSConfig.tiny().replace(**changes), layout)
-    same = {key('b/../a'), key(data={'batch_size': 3}), key(training={'gpt': {'steps': 7}}),
-            key(model={'gpt': {'num_layers': 1}}), key(training={'gpt': {'seed': 3}})}
-    others = {key('b'), key(layout='vctk'), key(training={'dvae': {'seed': 3}}),
-              key(training={'dvae': {'steps': 3}}),
-              key(model={'audio': {'f_max': 7000.}}), key(model={'dvae': {'codes': 7}})}
-    assert same == {key()} and len(others - {key()}) == 6
 
 def test_what_a_run_has_never_seen(prepared, tmp_path):
     here, own, seen = Path(prepared.folder), prepared.manifest['key'], cli_speak._never_seen

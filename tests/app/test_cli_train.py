@@ -192,13 +192,6 @@ def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, ex
     assert tuple(found[f'training.gpt.{key}'] for key
                  in ('learning_rate', 'warmup_steps', 'schedule')) == expected
 
-def test_a_checkpoint_is_not_taken_for_its_run(tmp_path):
-    (tmp_path / 'run.json').touch()
-    (tmp_path / 'best').mkdir()
-    (tmp_path / 'best/model').touch()
-    for inner in (tmp_path / 'best', tmp_path / 'best/model'):
-        with pytest.raises(UserError, match=f'{tmp_path}.$'): begin._known_run(inner, 'corpus', '', '')
-
 def test_an_interval_that_is_asked_for_stays(built, home):
     "Also where it is the one that a shorter training had by itself."
     first = built('--run', home / 'r', '--val', .1, '--steps', 50, config=None).training

@@ -1,16 +1,15 @@
 "Measuring: pipelines deliver the same before they are timed; steps, starts, speech and service."
 import re
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 from xtts_nb.app import bench_config
 from xtts_nb.app.bench_data import (
-    check_equal, padding, readers, _Tiled)
+    check_equal, readers)
 from xtts_nb.app.bench_service import _load_row, _load_speaker, _service_load
 from xtts_nb.config import UserError
-from xtts_nb.data.native import BatchPlan, cached_batches
+from xtts_nb.data.native import BatchPlan
 
 
 # --- the data pipelines -------------------------------------------------------------------------------------
@@ -28,20 +27,6 @@ def test_a_difference_is_noticed_whatever_differs(prepared, dvae, small, stats):
     with pytest.raises(UserError, match='different batches, ') as e:
         check_equal(plan, stats, dvae.encode, {'cache': right['cache']} | arms, batches=1)
     assert re.findall(r'(\w+) (\w+) [0-9.]+%', str(e.value)) == [(arm, arm.split('_')[-1]) for arm in arms]
-
-def test_copies_are_clips_of_their_own(prepared, small):
-    many = _Tiled(prepared, 3)
-    assert len({c['id'] for c in many.clips}) == 42 and many.samples[41] == prepared.samples[13]
-    assert np.array_equal(many.array('codes', 41), prepared.array('codes', 13))
-    many.codes[many.codes_start[14]] += 1
-    assert not np.array_equal(many.array('codes', 14), many.array('codes', 0))   # another place in memory
-    plan = BatchPlan(many, small.data)
-    epoch = list(cached_batches(plan, 0, plan.steps_per_epoch))
-    assert sorted(int(c) for b in epoch for c, w in zip(b['clip'], b['weight']) if w) == [*range(42)]
-    room = sum(b['codes'].numpy().size + b['text'].numpy().size for b in epoch)
-    used = sum(float(tf.reduce_sum((b['code_length'] + b['text_length']) * tf.cast(b['weight'], tf.int32)))
-               for b in epoch)
-    assert padding(plan) == pytest.approx(1 - used / room)
 
 # --- the step, and the start of a process -------------------------------------------------------------------
 

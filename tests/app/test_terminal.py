@@ -119,14 +119,6 @@ def test_a_letter_that_stdout_cannot_hold_is_escaped(monkeypatch, encoding, show
 
 # --- what a command prints ----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('as_json, out', [(True, '{"clip": "ä"}\n{"clip": 2}\n'), (False, 'one\n\n')])
-def test_only_the_answer_goes_to_stdout(capsys, as_json, out):
-    with terminal.answer(as_json) as show:
-        print('chatter')
-        show({'clip': 'ä'}, 'one')
-        show({'clip': 2})
-    assert capsys.readouterr() == (out, 'chatter\n')
-
 def test_a_table_wider_than_a_terminal_cuts_no_figure_and_turns():
     rows = [{'name': name, 'clips_per_s': 1234567.8, 'step_ms': 4831.94, 'ratio': 10.5, 'spread': 0.11,
              'au': 0.97, 'mfu': 0.46, 'cv': 0.254, 'first_s': 16.61} for name in ('eager', 'graph [XLA]')]
