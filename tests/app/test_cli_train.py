@@ -52,6 +52,9 @@ def built(prepared, home, monkeypatch):
 
 # --- every option sets its keys; tests/test_settings.py shows the effect of each key ------------------------
 
+LEVEL = {'training.gpt.mode': 'auto', 'training.gpt.schedule': 'cosine'}
+CARD = {'data.batch_size': 8, 'data.prefetch_buffer_size': 8, 'training.gpt.grad_accum_steps': 2,
+        'training.gpt.precision': 'bfloat16', 'training.gpt.gradient_checkpointing': True}
 OPTIONS = {   # -> the keys that differ from those without it
     '--batch-size 2': {'data.batch_size': 2}, '--num-workers 3': {'data.num_workers': 3},
     '--prefetch-buffer-size 7': {'data.prefetch_buffer_size': 7},
@@ -61,9 +64,10 @@ OPTIONS = {   # -> the keys that differ from those without it
     '--steps 9': {'training.gpt.steps': 9}, '--epochs 5': {'training.gpt.epochs': 5},
     '--enable-eager-debug': {'training.gpt.mode': 'eager'},   # of MyXTTS
     '--set data.reference_frames=48': {'data.reference_frames': 48},
-    '--optimization-level basic': {}, '--optimization-level enhanced': {'training.gpt.mode': 'auto'},
-    '--optimization-level experimental': {},
-    '--gpu-preset 3060': {}, '--batch-size 6 --gpu-preset 3060': {}}   # over a card's preset
+    '--optimization-level basic': {'training.dvae.mode': 'graph'}, '--optimization-level enhanced': LEVEL,
+    '--optimization-level experimental': LEVEL | {'training.gpt.precision': 'bfloat16',
+                                                  'training.gpt.ema': 0.999},
+    '--gpu-preset 3060': CARD, '--batch-size 6 --gpu-preset 3060': CARD | {'data.batch_size': 6}}
 
 def test_an_option_sets_its_keys(ran, home, prepared):
     line = f'config show --json --data {prepared.folder} --config mini.yaml '
