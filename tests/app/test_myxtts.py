@@ -2,14 +2,13 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-import yaml
 
 from xtts_nb.app.myxtts import (
-    ABSENT_SETTINGS, _load_config, THEIR_OPTIONS, THEIR_SETTINGS, TFNativeDataLoader,
+    ABSENT_SETTINGS, THEIR_OPTIONS, THEIR_SETTINGS, TFNativeDataLoader,
     apply_aggressive_prefetching, configure_tensorflow_for_max_throughput,
     create_parallel_interleave_dataset, optimize_dataset_pipeline,
     our_keys, our_options, print_optimization_summary)
-from xtts_nb.settings import config_diff, flat, nested
+from xtts_nb.settings import config_diff, nested
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import load_audio, log_mel, save_audio, synthetic_voice
 from xtts_nb.monitor.loop import python_operations
@@ -56,20 +55,12 @@ def test_keys_without_counterpart_are_reported_or_refused():
         with pytest.raises(UserError, match='data.mixed_precision'): our_keys({'data.mixed_precision': value},
                                                                               'f')
 
-@pytest.mark.parametrize('text, changed', [   # settings from the guides on low GPU utilisation
-    ('training: {enable_graph_mode: true, enable_xla_compilation: true, enable_eager_debug: true}',
-     {'training.gpt.mode': 'eager'}),
-    ('data: {prefetch_buffer_size: 9, pipeline_buffer_size: 100, pad_to_fixed_length: true}',   # ours wins
-     {'data.prefetch_buffer_size': 9, 'data.pad_to_fixed_length': True}),
-    ('data: {preprocessing_mode: precompute, max_mel_frames: 800, use_tf_native_loading: true, seed: 3}',
-     {'data.preprocessing_mode': 'precompute', 'data.max_seconds': 9.288, 'data.seed': 3})])
-def test_the_files_of_the_guides_load(tmp_path, text, changed):
-    (tmp_path / 'guide.yaml').write_text(text)
-    said = []
-    config = _load_config(tmp_path / 'guide.yaml', said.append)
-    assert {k: new for k, (_, new) in config_diff(DEFAULT, config).items()} == changed
-    silent = [key for key in flat(yaml.safe_load(text)) if not any(f' {key} ' in line for line in said)]
-    assert {*silent} <= {*flat(DEFAULT.model_dump())}   # each other key has its line
+def test_our_key_wins_and_running_op_by_op_over_a_graph():
+    both = {'data.prefetch_buffer_size': 9, 'data.pipeline_buffer_size': 100,
+            'training.enable_graph_mode': True, 'training.enable_xla_compilation': True}
+    keys, said = our_keys(both, 'f')
+    assert keys == {'data.prefetch_buffer_size': 9, 'training.gpt.mode': 'xla'} and len(said) == 3
+    assert our_keys(both | {'training.enable_eager_debug': True}, 'f')[0]['training.gpt.mode'] == 'eager'
 
 def test_their_options_become_ours():
     said = []
