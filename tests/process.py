@@ -27,7 +27,8 @@ from xtts_nb.app import cli
 
 PROGRAM = 'from xtts_nb.app.cli import main; main()'
 COMMAND = [sys.executable, '-c', PROGRAM]
-# The same with a smaller tiny preset, demos of two pairs, and pipelines that are measured for a moment.
+# The same with smaller presets, demos of two pairs, and pipelines that are measured for a moment,
+# without the search for the greatest rate of steps that each feeds, of 20 steps and more at every rate.
 SMALL = '''
 from functools import partial
 from xtts_nb.app import bench_data, demo
@@ -36,10 +37,11 @@ from xtts_nb.config import XTTSConfig
 small = XTTSConfig.tiny(64).replace(
     model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
            'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'batch_size': 8, 'buckets': 1},
-    training={'gpt': {'warmup_steps': 1, 'log_every': 4}, 'dvae': {'steps': 20}})
-XTTSConfig.tiny = classmethod(lambda cls: small)
-demo.run_demo = partial(demo.run_demo, pairs=2, rounds=1)
+    training={'gpt': {'warmup_steps': 1, 'log_every': 4}, 'dvae': {'steps': 20, 'batch_size': 1}})
+XTTSConfig.tiny = XTTSConfig.xtts_v2 = classmethod(lambda cls: small)
+demo._run_demo = partial(demo._run_demo, pairs=2, rounds=1)
 bench_data._bench_loaders = partial(bench_data._bench_loaders, seconds=0.2)
+bench_data.fed_steps = lambda *given, **named: None
 main()
 '''
 

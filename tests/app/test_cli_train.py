@@ -1,9 +1,5 @@
-"The options of `xtts-nb train`: each has an effect; what a run is made of."
-import json
-import math
-import re
+"The options of `xtts-nb train`: which keys each sets; what a run is made of."
 import sys
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,22 +8,19 @@ import pytest
 from process import main, tree
 from xtts_nb.app import cli
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.data.cache import Cache
-from xtts_nb.data.native import BatchPlan, cached_batches
+from xtts_nb.data.native import BatchPlan
 from xtts_nb.settings import flat
 from xtts_nb.train import begin, caches, runs
-from xtts_nb.train.step import _CompiledStep
 
 TINY = XTTSConfig.tiny()
 
 
 @pytest.fixture(scope='module')
-def mini(small):
-    "One block, one shape, no XLA."
-    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
-                         training={'gpt': {'steps': 4, 'log_every': 2, 'checkpoint_every': 2,
-                                           'learning_rate': 1e-3, 'schedule': 'constant', 'warmup_steps': 0,
-                                           'mode': 'graph'}, 'dvae': {'steps': 2, 'mode': 'eager'}})
+def mini(mini):
+    "In one shape, with fewer updates at a constant rate."
+    return mini.replace(data={'buckets': 1}, training={
+        'gpt': {'steps': 4, 'learning_rate': 1e-3, 'schedule': 'constant', 'warmup_steps': 0},
+        'dvae': {'steps': 2, 'mode': 'eager'}})
 
 @pytest.fixture
 def home(mini, tmp_path, monkeypatch):
@@ -56,62 +49,36 @@ def built(prepared, home, monkeypatch):
     return build
 
 
-# --- every option has an effect -----------------------------------------------------------------------------
+# --- every option sets its keys; tests/test_settings.py shows the effect of each key ------------------------
 
-def source(trainer):
-    "The stages of its pipeline, last first."
-    stages = [pipeline(trainer)]
-    while stages[-1]._inputs(): stages += stages[-1]._inputs()
-    return stages
+LEVEL = {'training.gpt.mode': 'auto', 'training.gpt.schedule': 'cosine'}
+CARD = {'data.batch_size': 8, 'data.prefetch_buffer_size': 8, 'training.gpt.grad_accum_steps': 2,
+        'training.gpt.precision': 'bfloat16', 'training.gpt.gradient_checkpointing': True}
+OPTIONS = {   # -> the keys that differ from those without it
+    '--batch-size 2': {'data.batch_size': 2}, '--num-workers 3': {'data.num_workers': 3},
+    '--prefetch-buffer-size 7': {'data.prefetch_buffer_size': 7},
+    '--enable-static-shapes': {'data.pad_to_fixed_length': True},
+    '--disable-gpu-prefetch': {'data.prefetch_to_gpu': False},
+    '--grad-accum 2': {'training.gpt.grad_accum_steps': 2}, '--lr 1e-2': {'training.gpt.learning_rate': 1e-2},
+    '--steps 9': {'training.gpt.steps': 9}, '--epochs 5': {'training.gpt.epochs': 5},
+    '--enable-eager-debug': {'training.gpt.mode': 'eager'},   # of MyXTTS
+    '--set data.reference_frames=48': {'data.reference_frames': 48},
+    '--optimization-level basic': {'training.dvae.mode': 'graph'}, '--optimization-level enhanced': LEVEL,
+    '--optimization-level experimental': LEVEL | {'training.gpt.precision': 'bfloat16',
+                                                  'training.gpt.ema': 0.999},
+    '--gpu-preset 3060': CARD, '--batch-size 6 --gpu-preset 3060': CARD | {'data.batch_size': 6}}
 
-@cache
-def pipeline(trainer): return cached_batches(trainer.plan, 0, 4)
+def test_an_option_sets_its_keys(ran, home, prepared):
+    line = f'config show --json --data {prepared.folder} --config mini.yaml '
+    shown = lambda options='': {row['key']: row['value'] for row in ran(line + options).json['settings']}
+    plain = shown()
+    changed = lambda options: {key: value for key, value in shown(options).items() if value != plain[key]}
+    assert {options: changed(options) for options in OPTIONS} == OPTIONS
 
-@cache
-def batch(trainer): return next(iter(pipeline(trainer)))
-
-def shape(trainer, kind='codes'): return batch(trainer)[kind].shape
-
-EFFECTS = {   # option -> (observer, value with the option); without the option the value is another
-    '--batch-size 2': (lambda t: shape(t)[0], 2), '--batch-size 6': (lambda t: shape(t)[0], 6),
-    '--num-workers 3': (lambda t: int(source(t)[1]._num_parallel_calls), 3),
-    '--prefetch-buffer-size 7': (lambda t: int(source(t)[0]._buffer_size), 7),
-    '--enable-static-shapes': (lambda t: shape(t)[1] > 40, True),   # fits the longest clip
-    '--grad-accum 2': (lambda t: t.update.training.grad_accum_steps, 2),
-    '--lr 1e-2': (lambda t: float(t.optimizer.learning_rate), pytest.approx(1e-2)),
-    '--steps 9': (lambda t: t.training.steps, 9),
-    '--epochs 5': (lambda t: t.training.steps / t.plan.steps_per_epoch, 5),
-    '--enable-eager-debug': (lambda t: isinstance(t.train_step, _CompiledStep), False),   # of MyXTTS
-    '--set training.gpt.ema=0.5': (lambda t: t.optimizer.use_ema, True),
-    '--set data.reference_frames=48': (lambda t: shape(t, 'reference')[1], 48),
-    '--optimization-level enhanced': (lambda t: t.train_step.xla, True),
-    '--optimization-level experimental': (lambda t: (t.xtts.gpt.compute_dtype, t.optimizer.use_ema),
-                                          ('bfloat16', True)),
-    '--gpu-preset 3060': (lambda t: (shape(t)[0], t.training.grad_accum_steps, t.xtts.gpt.compute_dtype),
-                          (8, 2, 'bfloat16')),
-    '--gpu-preset 3090': (lambda t: t.plan.data.prefetch_buffer_size, 24),
-    '--val 0.3': (lambda t: t.held_out is not None, True)}
-
-TOGETHER = [   # options that can be tested in one run
-    '--batch-size 2 --num-workers 3 --prefetch-buffer-size 7 --enable-static-shapes --grad-accum 2 --lr 1e-2 '
-    '--epochs 5 --set data.reference_frames=48 --val 0.3 --optimization-level enhanced',
-    '--batch-size 6 --gpu-preset 3090 --grad-accum 2 --steps 9 --enable-eager-debug',   # over a card's preset
-    '--gpu-preset 3060', '--optimization-level experimental',
-    '--optimization-level basic --set training.gpt.ema=0.5']
-
-@pytest.mark.parametrize('options', TOGETHER)
-def test_an_option_changes_what_is_trained(built, options):
-    trainer = built(*options.split())
-    for option in re.split(r' (?=--)', options):
-        if option.endswith('basic'): continue   # as in mini.yaml
-        look, seen = EFFECTS[option]
-        assert look(trainer) == seen, option
-
-def test_without_the_options_something_else_is_seen(built):
-    assert {o for options in TOGETHER for o in re.split(r' (?=--)', options)} - {*EFFECTS} == {
-        '--optimization-level basic'}
-    trainer = built()
-    for look, seen in EFFECTS.values(): assert look(trainer) != seen
+def test_a_trainer_has_them(built):
+    trainer = built('--batch-size', 2, '--epochs', 5, '--optimization-level', 'experimental', '--val', .3)
+    assert (trainer.plan.data.batch_size, trainer.training.steps) == (2, 5 * trainer.plan.steps_per_epoch)
+    assert trainer.xtts.gpt.compute_dtype == 'bfloat16' and trainer.optimizer.use_ema and trainer.held_out
 
 def test_a_file_of_myxtts_is_laid_over_what_the_cache_was_made_with(built, home, prepared, capfd,
                                                                     monkeypatch):
@@ -228,27 +195,6 @@ def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, ex
     assert tuple(found[f'training.gpt.{key}'] for key
                  in ('learning_rate', 'warmup_steps', 'schedule')) == expected
 
-def test_a_run_or_something_to_begin_one_with(tmp_path):
-    known = lambda run, source: begin._known_run(run, source, 'nothing is given', 'begin one')
-    assert not known(None, 'corpus') and not known(tmp_path / 'new', 'corpus')
-    pytest.raises(UserError, known, None, None)
-    (tmp_path / 'run.json').touch()
-    assert known(tmp_path, None) and known(tmp_path, 'corpus')
-    (tmp_path / 'best').mkdir()
-    (tmp_path / 'best/model').touch()
-    for inner in (tmp_path / 'best', tmp_path / 'best/model'):   # a checkpoint is as deep
-        pytest.raises(UserError, known, inner, 'corpus').match(f'{tmp_path}.$')
-
-@pytest.mark.parametrize('begun, now, every', [
-    (None, {'steps': 50}, 5), (None, {'epochs': 3}, 2),   # 9 updates an epoch
-    ({'steps': 50, 'validate_every': 5}, {'steps': 90, 'validate_every': 5}, 9),
-    ({'steps': 50, 'validate_every': 5}, {'steps': 90, 'validate_every': 7}, 7),   # asked for
-    ({'steps': 50, 'validate_every': 4}, {'steps': 90, 'validate_every': 4}, 4)])
-def test_a_training_that_goes_on_is_validated_by_its_new_length(begun, now, every):
-    begun, now = (values and TINY.replace(training={'gpt': values},
-                                          data={'batch_size': 4}) for values in (begun, now))
-    assert begin._with_interval(now, begun, .1, range(33)).training.gpt.validate_every == every
-
 def test_an_interval_that_is_asked_for_stays(built, home):
     "Also where it is the one that a shorter training had by itself."
     first = built('--run', home / 'r', '--val', .1, '--steps', 50, config=None).training
@@ -259,22 +205,7 @@ def test_an_interval_that_is_asked_for_stays(built, home):
 
 # --- config create, and the whole ---------------------------------------------------------------------------
 
-def test_config_create_overwrites_nothing(home, ran):
-    line = 'config', 'create', 'c.yaml', '--preset', 'tiny', '--gpu-preset', '3060', '--json'
-    done = ran('', *line)
-    config = XTTSConfig.load(home / 'c.yaml')
-    assert done.code == 0 and done.err == '' \
-        and done.json['changed']['data.batch_size'] == config.data.batch_size == 8
-    before = tree(home)
-    assert main(*line) == 2 and tree(home) == before
+def test_config_create(home, ran):
+    done = ran('config create c.yaml --preset tiny --gpu-preset 3060 --json')
+    assert done.json['changed']['data.batch_size'] == XTTSConfig.load(home / 'c.yaml').data.batch_size == 8
     assert main('config', 'create') == 0 and XTTSConfig.load(home / 'config.yaml') == XTTSConfig.xtts_v2()
-
-@pytest.mark.slow
-def test_two_epochs_from_a_file_to_the_end(home, prepared, ran):
-    "Nothing is stubbed: settings from a file, an option over it, and a run that continues to more epochs."
-    first = ran(f'train --data {prepared.folder} --config mini.yaml --epochs 1 --batch-size 2 --run run '
-                '--json').json
-    assert first['steps'] == 7 and XTTSConfig.load(home / 'run/config.yaml').data.batch_size == 2
-    assert ran('train --run run --epochs 2 --json').json['steps'] == 14 and math.isfinite(first['loss_last'])
-    cache = Cache(json.loads((home / 'run/run.json').read_text())['cache'])
-    assert cache.manifest['key'] == prepared.manifest['key']

@@ -14,7 +14,7 @@ import pytest
 
 from process import tree
 from xtts_nb.app.download import (
-    _SOURCES, _Source, _file, download, _download_text, _find_source, _terms)
+    _SOURCES, _Source, _file, download, _find_source, _terms)
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import read_corpus
 
@@ -125,11 +125,9 @@ def test_every_file_of_the_table_is_pinned():
     assert all(not s.hub and s.url.startswith('https://') for s in corpora)
     assert 'ljspeech' in refused(_find_source, 'ljspech')
 
-def test_nothing_is_fetched_before_the_licence_is_accepted(server, model, fetch, tmp_path):
-    text = refused(fetch, model, tmp_path / 'out', accept=False)
-    assert '--accept-cpml' in text and not server.requests and tree(tmp_path) == {}
+def test_another_licence_than_the_one_that_was_pinned_is_not_shown(server, model):
     assert _terms(model, server.address) == 'Ask first.\n' and server.requests == [('LICENSE.txt', None)]
-    server.files['LICENSE.txt'] = b'Ask nobody'   # other bytes than those that were pinned
+    server.files['LICENSE.txt'] = b'Ask nobody'
     assert 'Ask nobody' not in _terms(model, server.address)
 
 
@@ -171,16 +169,6 @@ def test_wrong_bytes_are_removed_and_files_that_came_are_not_fetched_again(serve
     server.files['b.pth'] = FILES['b.pth']
     fetch(model, tmp_path / 'out')
     assert server.requests == [('b.pth', None)] and {p.name for p in tmp_path.iterdir()} == {'out'}
-
-@pytest.mark.parametrize('top', ['Top-1.0/', ''], ids=['in a folder', 'flat'])
-def test_a_corpus_that_prepare_reads(server, fetch, corpus, tmp_path, top):
-    source, out = archive(server, packed(corpus, top)), tmp_path / 'stored' / 'c'
-    out.mkdir(parents=True)   # an empty folder is filled
-    result = fetch(source, out)
-    got = tree(out)
-    assert json.loads(got.pop('download.json'))['files'] == result['files'] == source.files
-    assert got == tree(corpus) and len(read_corpus(out)[0]) == 14 and list(out.parent.iterdir()) == [out]
-    assert f'xtts-nb prepare {out} --out CACHE' in _download_text(source, result)
 
 def special(kind, target='') -> bytes:
     member = tarfile.TarInfo('evil')
@@ -249,9 +237,11 @@ def test_the_command(ran, server, corpus, tmp_path, monkeypatch):
     assert (done.code, done.out) == (2, '') and {name for name, _ in server.requests} <= {'LICENSE.txt'}
     assert 'https://coqui.ai/cpml.txt' in done.err and '--accept-cpml' in done.said[-1]
     assert tree(tmp_path) == before
-    monkeypatch.setitem(_SOURCES, 'corpus', source := archive(server, packed(corpus)))
+    monkeypatch.setitem(_SOURCES, 'corpus', source := archive(server, packed(corpus, '')))
     done = ran(f'download corpus --from {server.address} --json')
     folder = str(tmp_path / 'my data' / 'corpus')
     assert done.code == 0 and done.json == {'name': 'corpus', 'folder': folder, 'files': source.files}
+    got = tree(tmp_path / 'my data/corpus')
+    assert json.loads(got.pop('download.json'))['files'] == source.files and got == tree(corpus)
     names = [row['name'] for row in ran('download --json').json['sources']]
     assert names == [*_SOURCES] and all(name in ran('download').out for name in names)

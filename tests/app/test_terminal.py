@@ -14,7 +14,7 @@ import typer
 
 from process import PROGRAM, environment, main, python, started
 from xtts_nb.app import terminal
-from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.config import UserError
 
 
 # --- how a command ends -------------------------------------------------------------------------------------
@@ -119,14 +119,6 @@ def test_a_letter_that_stdout_cannot_hold_is_escaped(monkeypatch, encoding, show
 
 # --- what a command prints ----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('as_json, out', [(True, '{"clip": "ä"}\n{"clip": 2}\n'), (False, 'one\n\n')])
-def test_only_the_answer_goes_to_stdout(capsys, as_json, out):
-    with terminal.answer(as_json) as show:
-        print('chatter')
-        show({'clip': 'ä'}, 'one')
-        show({'clip': 2})
-    assert capsys.readouterr() == (out, 'chatter\n')
-
 def test_a_table_wider_than_a_terminal_cuts_no_figure_and_turns():
     rows = [{'name': name, 'clips_per_s': 1234567.8, 'step_ms': 4831.94, 'ratio': 10.5, 'spread': 0.11,
              'au': 0.97, 'mfu': 0.46, 'cv': 0.254, 'first_s': 16.61} for name in ('eager', 'graph [XLA]')]
@@ -138,13 +130,3 @@ def test_a_table_wider_than_a_terminal_cuts_no_figure_and_turns():
     assert terminal.table('', narrow).splitlines()[-1].split() == ['graph', '[XLA]', *figures[:2]]
     said = terminal.table('', [{'name': 'a', 'licence': 'some words ' * 9}, {'name': 'b', 'licence': 'few'}])
     assert max(map(len, said.splitlines())) <= 72 and said.endswith('b   few')
-
-def test_settings_of_a_file_lie_over_a_preset_or_what_was_made(tmp_path, capsys):
-    made, file = XTTSConfig.tiny().replace(data={'batch_size': 3, 'buckets': 2}), tmp_path / 'file.yaml'
-    (tmp_path / 'config.yaml').write_text(made.to_yaml())
-    file.write_text('data: {batch_size: 5, pin_memory: true}\n')
-    load = terminal._load_settings
-    assert load('tiny', None) == XTTSConfig.tiny() and load('xtts_v2', None, tmp_path) == made
-    assert load('tiny', file) == XTTSConfig.tiny().replace(data={'batch_size': 5})
-    assert load('tiny', file, tmp_path) == made.replace(data={'batch_size': 5})
-    assert capsys.readouterr().err.count(f'{file}: data.pin_memory') == 2

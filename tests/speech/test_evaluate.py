@@ -17,7 +17,7 @@ from xtts_nb.speech.evaluate import (
 from xtts_nb.speech.model_card import model_card
 from xtts_nb.speech.score_page import evaluation_report
 from xtts_nb.speech.scores import (
-    _badness, _end_judge, judged, _MAIN_SOURCES, _RATE, scores_text, _Sound, _SOUND_SOURCES, _speaker_judge,
+    _end_judge, judged, _MAIN_SOURCES, _RATE, scores_text, _Sound, _SOUND_SOURCES, _speaker_judge,
     spread, _Wanted, _warping_judge, _word_errors, _words_judge)
 
 def voice(seconds=0.5, pitch=120.): return _Sound(synthetic_voice(seconds, pitch, _RATE), _RATE)
@@ -38,7 +38,6 @@ def test_a_sound_begins_and_ends_where_it_is_loud():
 def test_distance_length_and_end():
     noise = _Sound(np.random.default_rng(0).normal(0, .1, _RATE), _RATE)
     judge, slow = _warping_judge(), voice(0.75)
-    assert judge(voice(), wanted(voice())) == {'mel': pytest.approx(0, abs=0.05), 'duration': 1}
     assert judge(slow, wanted(voice()))['duration'] == pytest.approx(1.5, abs=0.05)
     assert judge(slow, wanted(voice()))['mel'] < 0.5 * judge(noise, wanted(voice()))['mel']
     assert judge(silence(), wanted(voice())) == {'mel': None, 'duration': None}
@@ -84,9 +83,6 @@ def test_a_speaker_resembles_itself(singer, xtts):
     with pytest.raises(UserError, match='no speaker encoder'): _speaker_judge(xtts)
 
 def test_none_is_worst_and_quartiles_run_from_best_to_worst():
-    assert _badness('low', 2) < _badness('low', 3) < _badness('low', None) == _badness('one', 0) == np.inf
-    assert _badness('high', 3) < _badness('high', 2) < _badness('high', float('nan'))
-    assert _badness('one', 1) < _badness('one', 0.9) < _badness('one', 2) == _badness('one', .5)
     assert spread('low', [5, 1, None, 3, 2]) == {'median': 3, 'low': 2, 'high': 5, 'clips': 5, 'missing': 1}
     assert spread('high', [5, 1, 3, 2, 4]) == {'median': 3, 'low': 4, 'high': 2, 'clips': 5, 'missing': 0}
     assert spread('low', []) == {'median': None, 'low': None, 'high': None, 'clips': 0, 'missing': 0}
@@ -157,7 +153,6 @@ def test_the_report_shows_each_score_and_each_clip(evaluation, tmp_path):
     assert text.count('<audio') == 10 and text.count('<h3') == 2 and 'src="http' not in text
     assert text.count('<svg') == 1 and text.count('<circle') == 6 and text.count('class=off') == 2
     assert 'never saw' in text and 'not offered: it says nothing' in text
-    assert len(re.findall(r'<small>[\d.,]+ – [\d.,]+</small>', text)) == 12   # of both scores
     for line in text.split('<table class="scores">')[1].split('</table>')[0].split('<tr')[2:]:
         cells = re.findall(r'<td(?: class=model)?(?: colspan="(\d)")?>', line)
         assert sum(int(wide or 1) for wide in cells) == 8

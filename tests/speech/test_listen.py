@@ -1,4 +1,4 @@
-"What `hits` and `words_heard` answer, and a run that listens to its model."
+"What `words_heard` answers, and a run that listens to its model."
 import json
 
 import keras
@@ -9,7 +9,7 @@ import tensorflow as tf
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.listen import (
-    hits, Listener, _spoken_distance, words_heard)
+    Listener, _spoken_distance, words_heard)
 from xtts_nb.train import runs
 from xtts_nb.train.finetune import _make_update
 from xtts_nb.train.runs import export_run, new_run, _resume_run
@@ -18,17 +18,6 @@ from xtts_nb.train.trainer import Trainer
 def clip(frames, seed, bins=80):
     "A smooth random walk: frames that resemble their neighbours, as in speech."
     return np.random.default_rng(seed).normal(size=(frames, bins)).cumsum(0).astype(np.float32)
-
-def test_hits_ask_for_the_sentence_among_all_and_the_voice_within_it():
-    sentences = {'one': clip(40, 1), 'two': clip(50, 2)}
-    colours = {'low': np.linspace(4, -4, 80, dtype=np.float32),
-               'high': np.linspace(-4, 4, 80, dtype=np.float32)}
-    labels = [(s, v) for s in sentences for v in colours]
-    references = [sentences[s] + colours[v] for s, v in labels]
-    spoken = np.repeat(sentences['one'] + colours['high'], [1, 2] * 20, axis=0) + 2
-    assert hits(spoken, references, labels, ('one', 'high')) == (True, True)
-    assert hits(spoken, references, labels, ('one', 'low')) == (True, False)
-    assert hits(spoken, references, labels, ('two', 'high'))[0] is False
 
 @pytest.fixture(scope='module')
 def quick(small):
@@ -43,12 +32,11 @@ def listener(quick, prepared, dvae):
     return Listener(XTTS(quick, prepared.tokenizer, dvae), prepared, np.array([0, 5, 9]), 2)
 
 def test_words_are_heard_in_any_voice(listener):
-    "Not in a hum, in silence, nor in what was recorded played backwards."
+    "Not in silence, nor in what was recorded played backwards."
     mels = listener.recorded
     walk = [clip(90 + 20 * k, k) for k in range(2)]
-    assert words_heard(walk, walk) > .95 and words_heard([m + np.arange(80) for m in walk], walk) > .95
-    assert words_heard([m[::-1] for m in walk], walk) < -20 and words_heard(walk[1:] + walk[:1], walk) < .2
-    assert words_heard([np.ones((9, 80))] * 2, walk) == pytest.approx(0, abs=5e-3)
+    assert words_heard([m + np.arange(80) for m in walk], walk) > .95
+    assert words_heard([m[::-1] for m in walk], walk) < -20
     assert words_heard([np.ones((9, 80))] * 2, [np.zeros((5, 80))] * 2) == 0
     assert words_heard(mels, mels) > 0 > words_heard([m[::-1] for m in mels], mels)
     for score in (_spoken_distance, words_heard):
@@ -60,9 +48,10 @@ def logged_scores(run) -> list[tuple]:
 
 @pytest.mark.slow
 def test_a_run_listens_and_resumes_to_the_same_numbers(prepared, quick, tmp_path):
-    new_run(prepared, quick, tmp_path / 'whole', ['low-0', 'high-0']).fit()
-    assert [step for step, *_ in logged_scores(tmp_path / 'whole')] == [2, 4, 6]
-    new_run(prepared, quick, tmp_path / 'run', ['low-0', 'high-0']).fit(steps=4)
+    few = quick.replace(training={'gpt': {'steps': 4}})
+    new_run(prepared, few, tmp_path / 'whole', ['low-0', 'high-0']).fit()
+    assert [step for step, *_ in logged_scores(tmp_path / 'whole')] == [2, 4]
+    new_run(prepared, few, tmp_path / 'run', ['low-0', 'high-0']).fit(steps=2)
     _resume_run(tmp_path / 'run').fit()
     assert logged_scores(tmp_path / 'run') == logged_scores(tmp_path / 'whole')
 

@@ -15,7 +15,7 @@ from xtts_nb.files import write_tensors
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.voices import (
-    add_voice, blend_voices, find_voice, _import_voices, list_voices, load_voice, _read_voice, remove_voice,
+    add_voice, blend_voices, find_voice, _import_voices, list_voices, _read_voice, remove_voice,
     _save_voice, voice_model, voice_path)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -36,13 +36,6 @@ def plain(tmp_path):
     for name, value in (('one', 1.), ('three', 3.)):
         _save_voice(tmp_path / f'{name}.safetensors', Voice(np.full((4, 64), value), None), 'm', [])
     return tmp_path
-
-def test_a_voice_comes_back(shelf, singer):
-    loaded, heard = load_voice(shelf / 'low.safetensors', singer.xtts), singer.listen([LOW, HIGH])
-    assert all(np.array_equal(a, b) and a.dtype == tf.float32 for a, b in zip(loaded, heard, strict=True))
-    assert _read_voice(shelf / 'low.safetensors')[1] == {
-        'name': 'low', 'seconds': 2.5, 'prompt': [4, 64], 'vector': [32], 'model': voice_model(singer.xtts),
-        'made_from': [{'name': 'samples', 'seconds': 1.}, {'name': 'samples', 'seconds': 1.5}]}
 
 GOOD = {'format': '1', 'name': 'v', 'model': 'm', 'made_from': '[]'}
 PROMPT = {'prompt': np.ones((4, 64), np.float32)}
@@ -101,9 +94,6 @@ def test_a_voice_is_found(shelf, singer, tmp_path):
     there = [str(tmp_path / 'a.wav')]
     Path(there[0]).touch()
     assert find_voice(there, singer.xtts, tmp_path) is there   # a file, not a name
-    saved = load_voice(shelf / 'low.safetensors', singer.xtts)
-    for given, folder in (([shelf / 'low.safetensors'], None), (['low'], shelf)):
-        assert np.array_equal(find_voice(given, singer.xtts, folder).prompt, saved.prompt)
     for given, folder in ((['a.wav', 'v.safetensors'], None), (['low', 'high'], shelf)):
         with pytest.raises(UserError, match='several voices cannot speak one text'):
             find_voice(given, singer.xtts, folder)
@@ -152,11 +142,3 @@ def test_a_file_of_other_voices_is_refused_whole(singer, tmp_path, contents, wor
     with pytest.raises(UserError, match=words):
         _import_voices(tmp_path / 'voices', tmp_path / 'x.pth', singer.xtts)
     assert not (tmp_path / 'voices').exists()
-
-def test_a_file_of_voices_that_runs_code_is_refused(singer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code = torch_file.call(torch_file.name('os', 'mkdir'), torch_file.text('ran'))
-    torch_file.write_dict(tmp_path / 'x.pth', {'A': studio()}, B=code)
-    with pytest.raises(UserError, match='x.pth: asks for os.mkdir, which could run code'):
-        _import_voices('voices', tmp_path / 'x.pth', singer.xtts)
-    assert [*tmp_path.iterdir()] == [tmp_path / 'x.pth']
