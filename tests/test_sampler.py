@@ -139,11 +139,11 @@ def test_nvml_asks_one_card_each_time_and_more_after_a_pause(driver):
 def test_each_reason_has_its_remedy_and_the_cpu_is_shown_instead(driver, monkeypatch):
     lines = []
     assert best_probe(lines.append)().devices.keys() == {'GPU 0', 'GPU 1', 'CPU'} and not lines
-    for code, remedy in ((pynvml.NVML_ERROR_NO_PERMISSION, '/dev/nvidia'),
+    for code, fix in ((pynvml.NVML_ERROR_NO_PERMISSION, '/dev/nvidia'),
                          (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, 'install the NVIDIA driver')):
         def refused(code=code): raise pynvml.NVMLError(code)
         monkeypatch.setattr(pynvml, 'nvmlInit', refused)
-        with pytest.raises(UserError, match=remedy): nvml_probe()
+        with pytest.raises(UserError, match=fix): nvml_probe()
     assert best_probe(lines.append)().devices.keys() == {'CPU'} and 'CPU instead' in lines.pop() and not lines
 
 def test_disk_rates_are_differences(monkeypatch):

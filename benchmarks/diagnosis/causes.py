@@ -435,7 +435,7 @@ def run_trainings(
     return rows
 
 
-def patient_totals(
+def training_totals(
     rows: list[dict],   # of `run_trainings`
 ) -> dict:              # {emulated, real: {slow, named, predicted}, healthy, left_alone}
     "How many diagnoses and predictions were right, of the emulated and of the real trainings apart."
@@ -448,7 +448,7 @@ def patient_totals(
     return counts | {'healthy': len(healthy), 'left_alone': sum(r['right'] for r in healthy)}
 
 def total_lines(total: dict) -> list[str]:
-    "`patient_totals` for reading."
+    "`training_totals` for reading."
     kinds = {kind: total[kind] for kind in ('emulated', 'real') if total[kind]['slow']}
     lines = [f'{kind}: {n["named"]} of {n["slow"]} causes named, {n["predicted"]} gains predicted within 30 %'
              for kind, n in kinds.items()]
@@ -463,7 +463,7 @@ def main():
     start()
     with progress() as tell:
         rows = run_trainings(TRAININGS, given.num_batches, given.seconds, partial(tell, 'diagnose'))
-    total = patient_totals(rows)
+    total = training_totals(rows)
     output(given, 'causes', {'rows': rows, 'about': 'Diagnosed trainings'} | total, about='about',
            below='\n'.join(total_lines(total)))
 

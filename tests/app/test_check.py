@@ -210,9 +210,9 @@ SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_si
     ('step not compiled', {}, {'training.gpt.mode': 'auto'}), ('something else', {}, None)])
 def test_the_change_for_a_finding(monkeypatch, name, given, changed):
     monkeypatch.setattr(quick_fix, 'cores', lambda: 6)
-    disease, _, cycle = name.partition(' c=')
+    cause, _, cycle = name.partition(' c=')
     verdict = SimpleNamespace(measured=SimpleNamespace(cycle=int(cycle or 1)))
-    found = _change_for(SimpleNamespace(disease=disease), verdict, SLOW.replace(**given))
+    found = _change_for(SimpleNamespace(cause=cause), verdict, SLOW.replace(**given))
     assert (found and flat(found)) == changed
     assert {*_LEARNING} == {'data.batch_size', 'training.gpt.precision'} <= {*flat(TINY.model_dump())}
 

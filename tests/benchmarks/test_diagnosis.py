@@ -8,10 +8,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from benchmarks.diagnosis.patients import patient_totals, PATIENTS, run_patients
-from benchmarks.diagnosis.ward import score
-from benchmarks.diagnosis.ward.cases import Case, cases, half_of, HALVES, KINDS, WARD, WAYS
-from benchmarks.diagnosis.ward.score import judge, totals
+from benchmarks.diagnosis.causes import training_totals, TRAININGS, run_trainings
+from benchmarks.diagnosis.programs import score
+from benchmarks.diagnosis.programs.cases import Case, cases, FOLDER, half_of, HALVES, KINDS, WAYS
+from benchmarks.diagnosis.programs.score import judge, totals
 from process import xtts_nb
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.loop import SyncHooks
@@ -19,14 +19,14 @@ from xtts_nb.monitor.loop import SyncHooks
 setup_tf(threads=2)
 ALL = cases()
 SICK = [c for c in ALL if not c.healthy]
-BY_NAME = {p.name: p for p in PATIENTS}
+BY_NAME = {p.name: p for p in TRAININGS}
 
 
 # --- programs that others reported --------------------------------------------------------------------------
 
 def test_the_ward_is_whole():
     "A folder for each case, both halves large enough, each kind and way of training, no source twice."
-    folders = {f.name for f in WARD.iterdir() if f.is_dir() and f.name != '__pycache__'}
+    folders = {f.name for f in FOLDER.iterdir() if f.is_dir() and f.name != '__pycache__'}
     assert folders == {c.name for c in ALL}
     for half in HALVES:
         found = Counter(c.healthy for c in cases(half))
@@ -34,16 +34,16 @@ def test_the_ward_is_whole():
     assert half_of('a') == 'development' and half_of('b') == 'scored'   # their SHA-256 begin with c and 3
     assert {c.kind for c in SICK} == set(KINDS) and {c.way for c in SICK} == set(WAYS)
     assert not [s for s, n in Counter(c.source for c in ALL).items() if n > 1]
-    measured = json.loads((WARD / 'scored.json').read_text(encoding='utf-8'))
+    measured = json.loads((FOLDER / 'scored.json').read_text(encoding='utf-8'))
     assert set(measured) == {c.name for c in cases('scored') if not c.healthy and not c.gpu_only}
     assert min(measured.values()) >= 1.3
 
 @pytest.mark.parametrize('case', ALL, ids=lambda c: c.name)
 def test_a_case_is_complete_and_its_programs_need_nothing_else(case: Case):
-    sick = case.cause, case.place, case.cure, case.way, case.kind, case.named, case.led
+    ill = case.cause, case.place, case.fix, case.way, case.kind, case.named, case.led
     well = case.why_healthy, case.looks_like
     assert case.title and case.checked and re.match(r'https://\S+$', case.source)
-    assert all(well) and not any(sick) if case.healthy else all(sick) and not any(well)
+    assert all(well) and not any(ill) if case.healthy else all(ill) and not any(well)
     texts = [script.read_text(encoding='utf-8') for script in case.scripts]
     if not case.healthy:
         assert case.place in [line.strip() for line in texts[0].splitlines()] and texts[0] != texts[1]
@@ -59,12 +59,12 @@ def test_a_case_is_complete_and_its_programs_need_nothing_else(case: Case):
 
 # --- how answers are judged and counted ---------------------------------------------------------------------
 
-SLOW = Case('slow', 'One', 'a', 'read', cause='c', place='p', cure='c', way='fit', kind='serial map',
+SLOW = Case('slow', 'One', 'a', 'read', cause='c', place='p', fix='c', way='fit', kind='serial map',
             named=('no parallel', ), led=('num_parallel_calls', ))
 WELL = Case('well', 'Two', 'b', 'read', why_healthy='w', looks_like='l')   # of the scored half
 
-def finding(disease='busy', evidence='-', remedy='-', change='', gain=2., interval=(1.5, 2.5)):
-    return dict(disease=disease, evidence=evidence, remedy=remedy, change=change, place='a.py:1',
+def finding(cause='busy', evidence='-', fix='-', change='', gain=2., interval=(1.5, 2.5)):
+    return dict(cause=cause, evidence=evidence, fix=fix, change=change, place='a.py:1',
                 predicted_gain=gain, gain_interval=interval)
 
 def said(*findings, **more): return {'findings': [*findings], 'notes': [], 'seconds': 9.} | more
@@ -73,8 +73,8 @@ def said(*findings, **more): return {'findings': [*findings], 'notes': [], 'seco
     ([finding('No Parallel calls')], 1, None), ([finding(evidence='has no parallel calls')], 1, None),
     ([finding(), finding('no parallel')], 2, None),
     ([finding(), finding(), finding('no parallel')], None, None),
-    ([finding(remedy='no parallel')], None, None), ([finding('num_parallel_calls')], None, None),
-    ([finding(remedy='num_parallel_calls=8')], None, 1),
+    ([finding(fix='no parallel')], None, None), ([finding('num_parallel_calls')], None, None),
+    ([finding(fix='num_parallel_calls=8')], None, 1),
     ([finding('no parallel'), finding(change='map(f, num_parallel_calls=8)')], 1, 2), ([], None, None)])
 def test_a_cause_is_named_and_a_cure_led_to_by_the_first_two(findings, named, led):
     row = judge(SLOW, said(*findings))
@@ -113,7 +113,7 @@ def test_a_case_is_diagnosed_as_its_user_would():
     assert done.code == 0, done.err
     (row,) = done.json['rows']
     assert row['named'] == 1 and row['led'] == 1 and row['seconds'] > 0
-    assert row['measured'] > 1.3   # the cured program is faster
+    assert row['measured'] > 1.3   # the fixed program is faster
     assert row['case'] == name and done.json['development']['named'] == 1
 
 
@@ -126,9 +126,9 @@ def first(data, batches=1): return list(itertools.islice(data, batches))
     ('slow disk', 1), ('oversubscription', 1), ('real: numpy_function', 2), ('real: no prefetch', 1),
     ('real: input-bound', 1), ('real: many small files', 2)])
 def test_both_pipelines_deliver_the_same(name, batches):
-    sick, cured = (first(arm()[0], batches) for arm in (BY_NAME[name].sick, BY_NAME[name].cured))
-    np.testing.assert_allclose(sick, cured, rtol=1e-6)
-    assert len(sick) == batches
+    slow, fixed = (first(arm()[0], batches) for arm in (BY_NAME[name].slow, BY_NAME[name].fixed))
+    np.testing.assert_allclose(slow, fixed, rtol=1e-6)
+    assert len(slow) == batches
 
 
 def watched(arm, times=3):
@@ -144,20 +144,20 @@ def watched(arm, times=3):
     return notes[1:], results
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name, what, slow, remedied', [
+@pytest.mark.parametrize('name, what, before, after', [
     ('real: retracing', lambda i: len(i.traced), 1, 0), ('real: host sync per step', lambda i: i.syncs, 1, 0),
     ('real: device copy in step', lambda i: (i.down, i.up), (16 * 16384 * 4,) * 2, (0, 0)),
     ('real: step not compiled', lambda i: len(i.calls), 0, 1),
     ('real: variable shapes', lambda i: len(i.calls), 1, 1)])
-def test_a_remedy_takes_the_cause_away_and_keeps_the_results(name, what, slow, remedied):
-    patient = BY_NAME[name]
-    sick, results = watched(patient.sick)
-    cured, same = watched(patient.cured)
-    assert [what(i) for i in sick] == [slow] * 2 and [what(i) for i in cured] == [remedied] * 2
+def test_a_fix_takes_the_cause_away_and_keeps_the_results(name, what, before, after):
+    training = BY_NAME[name]
+    slow, results = watched(training.slow)
+    fixed, same = watched(training.fixed)
+    assert [what(i) for i in slow] == [before] * 2 and [what(i) for i in fixed] == [after] * 2
     assert results == pytest.approx(same, rel=1e-3,
                                     abs=1e-2 if name == 'real: device copy in step' else 1e-12)
     if name == 'real: variable shapes':
-        assert all(i.calls[0].function._jit_compile for i in sick) and results == pytest.approx([64.] * 3)
+        assert all(i.calls[0].function._jit_compile for i in slow) and results == pytest.approx([64.] * 3)
     if name.endswith('retracing'): assert len(set(results)) == 3   # the number of the step is used
 
 
@@ -165,7 +165,7 @@ def test_patients_are_counted():
     row = dict(kind='real', right=True, measured=2., true=True)
     rows = [row, row | {'right': False, 'true': False}, row | {'kind': 'emulated', 'true': None},
             row | {'measured': None}, row | {'measured': None, 'right': False}]
-    assert patient_totals(rows) == {'emulated': {'slow': 1, 'named': 1, 'predicted': 0},
+    assert training_totals(rows) == {'emulated': {'slow': 1, 'named': 1, 'predicted': 0},
                                     'real': {'slow': 2, 'named': 1, 'predicted': 1},
                                     'healthy': 2, 'left_alone': 1}
 
@@ -175,7 +175,7 @@ def test_patients_that_compute_and_healthy_ones():
     """What helps on this machine is named, and what has no cause is left alone; the script records the gains.
 
     How many fixes help depends on the machine, so one of them is enough here."""
-    rows = run_patients([p for p in PATIENTS if p.kind == 'real' or p.disease is None], seconds=12.)
+    rows = run_trainings([p for p in TRAININGS if p.kind == 'real' or p.cause is None], seconds=12.)
     slow, healthy = ([row for row in rows if (row['measured'] is None) == well] for well in (False, True))
     helped = [row for row in slow if row['measured'] > 1.3]
     assert len(slow) == 12 and helped and len(healthy) == 3, rows

@@ -1,4 +1,4 @@
-"Diagnosis: costs of an iteration, changed graphs, remedies, whole trainings; the rules are in `golden.json`."
+"Diagnosis: costs of an iteration, changed graphs, fixes, whole trainings; the rules are in `golden.json`."
 import json
 import weakref
 
@@ -12,7 +12,7 @@ from xtts_nb.bench import _Arm
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor import diagnose as page
 from xtts_nb.monitor.diagnose import (
-    apply_remedies, Case, diagnose, Diagnosis, Finding, in_float32, measure_training, Measured, measured_gain,
+    apply_fixes, Case, diagnose, Diagnosis, Finding, in_float32, measure_training, Measured, measured_gain,
     _merge_batches, _pad_to_few_shapes, predict_gain, _ranked, _repeat_if_finite)
 from xtts_nb.monitor.loop import Call, _host_part, tf_sleep
 
@@ -23,7 +23,7 @@ def measured(**more):
     return Measured(**dict(loop=18., pipeline=8., step=10., compute=10., first=0., batches=20, rows=4,
                            wait=8.) | more)
 
-def finding(disease, gain, cure=None): return Finding(disease, f'why {disease}', f'do {disease}', gain, cure)
+def finding(cause, gain, apply=None): return Finding(cause, f'why {cause}', f'do {cause}', gain, apply)
 def called(function, *args, **kwargs):
     function(*args, **kwargs)
     return Call(function, args, kwargs, 0., False)
@@ -88,9 +88,9 @@ def test_too_many_calls_are_tried_as_fewer(monkeypatch):
     data = threads(24, tf.data.Dataset.range(4).map(lambda i: i + 1, num_parallel_calls=24))
     found = page.find_oversubscription(Case(data, print, measured(), [], []))
     assert '24 calls or threads at a time on 3 cores; with 3 a batch takes' in found.evidence
-    cured, _ = found.cure(data, print)
-    assert list(cured.as_numpy_iterator()) == [1, 2, 3, 4]
-    assert _host_part(cured)[0].options().threading.private_threadpool_size == 3
+    fixed, _ = found.apply(data, print)
+    assert list(fixed.as_numpy_iterator()) == [1, 2, 3, 4]
+    assert _host_part(fixed)[0].options().threading.private_threadpool_size == 3
 
 def test_a_trial_ends_with_the_time_and_its_failure_is_no_finding(monkeypatch):
     c, late = (Case((), lambda b: b, measured(compiled=False), ['batch'], []) for _ in range(2))
@@ -169,11 +169,11 @@ def test_rounded_shapes_are_few_and_nothing_is_cut():
     assert _host_part(_pad_to_few_shapes(there, resident))[1:] == ('/CPU:0', 3)
     assert _pad_to_few_shapes(iter(resident), resident) is None is _merge_batches(resident, 3)   # none
 
-# --- remedies ----------------------------------------------------------------------------------------------
+# --- fixes ----------------------------------------------------------------------------------------------
 
 def test_earlier_findings_stay_before_nearly_equal_ones():
     found = [finding(name, gain) for name, gain in (('a', 1.5), ('b', 1.55), ('c', 3.), ('d', 1.2))]
-    assert [f.disease for f in _ranked(found)] == ['c', 'a', 'b', 'd']
+    assert [f.cause for f in _ranked(found)] == ['c', 'a', 'b', 'd']
 
 @pytest.mark.parametrize('now, then, gain, clear', [
     ([3., 3., 3.], [2., 2., 2.], 1.5, True), ([1.05] * 3, [1.] * 3, 1.05, False),
@@ -186,11 +186,11 @@ def test_a_gain_is_clear_if_every_round_shows_it(now, then, gain, clear):
 
 @pytest.mark.parametrize('change_learning', [False, True])
 def test_what_is_learned_is_changed_only_on_request(change_learning):
-    data, cure = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat(), lambda d, s: (d, fast)
+    data, apply = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat(), lambda d, s: (d, fast)
     slow = tf.function(lambda b: tf_sleep(20_000, tf.reduce_sum(b)))
     fast = tf.function(lambda b: tf.reduce_sum(b))
-    larger = Finding('tiny batch', 'why', 'more rows', 2., cure, 'the batch size')
-    _, step, (trial,) = apply_remedies(data, slow, [larger], 8, .2, lambda line: None, change_learning)
+    larger = Finding('tiny batch', 'why', 'more rows', 2., apply, 'the batch size')
+    _, step, (trial,) = apply_fixes(data, slow, [larger], 8, .2, lambda line: None, change_learning)
     assert (step is fast) == trial.kept == (trial.measured_gain is not None) == change_learning
     assert trial.alters == ('' if change_learning else 'the batch size')
 
@@ -200,9 +200,9 @@ def test_a_remedy_is_tried_on_what_earlier_ones_left():
     fast = tf.function(lambda b: tf.reduce_sum(b))
     found = [finding('step', 2., lambda d, s: (d, fast)), finding('worse', 2., lambda d, s: (d, slow)),
              finding('no step', 2., lambda d, s: (d, lambda b: 1 / 0)),
-             finding('no cure', 2., lambda d, s: d / s),
+             finding('no fix', 2., lambda d, s: d / s),
              finding('other', 2.)]
-    _, step, trials = apply_remedies(data, slow, found, 8, .2, lambda line: None)
+    _, step, trials = apply_fixes(data, slow, found, 8, .2, lambda line: None)
     assert step is fast and [t.kept for t in trials] == [True] + [False] * 4
     assert [t.error for t in trials] == ['', '', 'UserError', 'TypeError', '']
 
@@ -211,7 +211,7 @@ def test_a_remedy_is_tried_on_what_earlier_ones_left():
 def test_a_diagnosis_in_text_and_json():
     m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
     one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .444}, 'Map', ['n'], ['u'], 1.26)
-    assert one.lines()[1:] == ['1. a, gain 2.0 x', '   why a', '   Remedy: do a.', 'Note: n', 'Not seen: u.']
+    assert one.lines()[1:] == ['1. a, gain 2.0 x', '   why a', '   Fix: do a.', 'Note: n', 'Not seen: u.']
     said = json.loads(json.dumps(one.to_dict()))
     assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
     assert repr(Diagnosis([], m, 'input-bound', {}, None, [], [], 1.)).endswith('\nNothing to fix.')

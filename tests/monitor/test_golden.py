@@ -184,7 +184,7 @@ def line(f) -> str:
     gain = 'only a GPU shows its gain' if f.only_on_gpu else f'{f.predicted_gain:.4g} x'
     interval = f' ({f.low:.3g} to {f.high:.3g})' if f.high else ''
     where = re.sub(r':\d+', '', f.place) if 'golden' in f.place else f.place
-    return f'{f.disease}{where and " at "}{where}: {gain}{interval}; {f.evidence}'
+    return f'{f.cause}{where and " at "}{where}: {gain}{interval}; {f.evidence}'
 
 def found_in(rule: str, given: dict):
     "What a rule finds, notes and could not see."
@@ -209,7 +209,7 @@ def test_each_rule_finds_what_the_table_says(rule):
 
 def test_every_rule_is_in_the_table():
     every = {*diagnose._INPUT_RULES, *diagnose._STEP_RULES, *program._PROGRAM_RULES}
-    apart = {   # cases of the ward show these
+    apart = {   # third-party programs show these
         'find_copy_bound', '_note_for_a_gpu', 'find_growth', 'find_added_operations', 'find_same_values',
         'find_copied_weights', 'find_slow_input', 'find_filled_again', 'find_on_host', 'find_in_graph'}
     assert {rule.__name__ for rule in every} - apart == table().keys() & {r.__name__ for r in every}

@@ -38,6 +38,6 @@ def test_a_pipeline_for_which_the_step_waits(monkeypatch):
     part = seen(['input'] * 90 + ['graph'] * 10, calls('next', 315, 1e-4), datasets={LINE: [data] * 9})
     part.begin, part.end = 0., 5e-4 * 315
     found = page.find_slow_input(part)[0]
-    assert found.disease == 'the shuffle buffer is filled again before each epoch'
+    assert found.cause == 'the shuffle buffer is filled again before each epoch'
     assert found.place == 'watched.py:3' and found.line == LINE.text
     assert found.low <= found.predicted_gain <= found.high

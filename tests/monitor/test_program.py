@@ -37,17 +37,17 @@ def asked(monkeypatch, *rules):
     return explain(watched(['own'] * 1000, calls('next', 9)))
 
 def test_what_is_reported_of_what_the_rules_find(monkeypatch):
-    names = lambda *rules: [f.disease for f in asked(monkeypatch, *rules)[0]]
+    names = lambda *rules: [f.cause for f in asked(monkeypatch, *rules)[0]]
     of = lambda gain, place=LINE: finding(seen(['own'] * 1000), f'{gain}', '', '', 1 - 1 / gain, place=place)
     # the first at a line, or one of twice its gain; 1.19 is too little
     assert names(of(1.19), of(2), of(3.9), of(4.5), of(3, OTHER)) == ['4.5', '3', '2']
     assert names(of(1.21)) == ['1.21']
     sure = page.Finding('sure', '', '', 1.5, low=1.01, high=2.)
     hidden = _only_on_gpu('hidden', '', '', 'a.py:1')   # comes last, also of the same line
-    assert names(hidden, replace(sure, disease='noise', low=1.), sure) == ['sure', 'hidden']
+    assert names(hidden, replace(sure, cause='noise', low=1.), sure) == ['sure', 'hidden']
     assert names(replace(sure, place='a.py:1'), hidden) == ['sure', 'hidden']
     found, notes = asked(monkeypatch, ValueError('odd'), sure)
-    assert [f.disease for f in found] == ['sure'] and notes == [
+    assert [f.cause for f in found] == ['sure'] and notes == [
         'find_it could not be examined: ValueError',
         'of the 0.6 s that were watched: Python 89%, waiting for batches 11%']
 
@@ -74,7 +74,7 @@ def test_a_script_runs_as_it_would_and_is_explained(ran, tmp_path):
     done = ran(f'diagnose --json {path} 25')
     assert float(done.err.splitlines()[0]) == 24 + 9 * 780 and sys.argv == before
     found = done.json['findings'][0]
-    assert found['disease'] == 'retracing' and found['place'] == 'train.py:7'
+    assert found['cause'] == 'retracing' and found['place'] == 'train.py:7'
     assert found['line'].startswith('for i in range(int(sys.argv[1]))')
     assert 'tf.constant(count)' in found['change'] and done.json['notes'] is not None
     refused = ran(f'diagnose --apply {path} 40')
@@ -155,7 +155,7 @@ def test_fit_is_watched_and_continues():
     diagnose = Diagnose(steps=20, seconds=4., report=lines.append)
     history = model.fit(data, epochs=1, verbose=0, callbacks=[diagnose])
     assert len(history.history['loss']) == 1 and not isinstance(model.train_function, page.FitPhases)
-    first = diagnose.findings[0].disease   # on busy cores the small batches cost more
+    first = diagnose.findings[0].cause   # on busy cores the small batches cost more
     assert first in ('Python makes the batches', 'tiny batch')
     assert lines[0].startswith(f'1. {first} at test_program.py:')
 

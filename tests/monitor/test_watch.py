@@ -192,7 +192,7 @@ def test_the_main_loop_begins_with_its_third_call():
         4.05) and len(within.steps) == 21
 
 def test_a_finding_has_an_interval():
-    found = finding(seen(['own'] * 400), 'cause', 'evidence', 'remedy', .5, .2, LINE, 'a\nb')
+    found = finding(seen(['own'] * 400), 'cause', 'evidence', 'fix', .5, .2, LINE, 'a\nb')
     assert found.predicted_gain == pytest.approx(1 / .6) and found.low < found.predicted_gain < found.high
     assert _finding_lines([replace(found, low=3., high=500.)], [])[0].endswith('(3.0 or more)')
 

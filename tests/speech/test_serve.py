@@ -40,7 +40,7 @@ class Toy:
 
     def __init__(self, speaker):
         self.speaker, self.rows, self.go = speaker, SimpleNamespace(streams=[None, None]), threading.Event()
-        self.submitted, self.error, self.closed, self.failed, self.cured = [], None, False, None, True
+        self.submitted, self.error, self.closed, self.failed, self.fixed = [], None, False, None, True
         self.go.set()
 
     def submit(self, text, language, voice, sampling, speed, continues, retries):
@@ -51,7 +51,7 @@ class Toy:
         return self.submitted[-1]
 
     def restart(self):
-        if self.cured: self.failed = None
+        if self.fixed: self.failed = None
 
     def close(self): self.closed = True
 
@@ -387,7 +387,7 @@ def test_an_engine_that_fails_again_ends_the_service(service, toy):
     thread = threading.Thread(target=run)
     thread.start()
     assert ready.wait(10) and httpx.get(urls[0] + '/health').status_code == 200
-    toy.failed, toy.cured = RuntimeError('first'), False
+    toy.failed, toy.fixed = RuntimeError('first'), False
     thread.join(10)
     assert not thread.is_alive() and str(raised[0].__cause__) == 'first' and toy.closed
 
