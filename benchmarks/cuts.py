@@ -260,8 +260,8 @@ def synthetic(source: Path, out: Path):
     level = np.zeros(int(seconds / align.FRAME) * 4, np.float32)
 
     def frames(path, progress):
-        mel = np.random.rand(len(level) // 4, align.BANDS).astype(np.float32)
-        return align._SoundFrames(16000, seconds, mel, level, align.BANDS, pauses)
+        mel = np.random.rand(len(level) // 4, align._BANDS).astype(np.float32)
+        return align._SoundFrames(16000, seconds, mel, level, align._BANDS, pauses)
 
     def compared(sound, spoken):
         keep = align._speech_frames(sound)[0]

@@ -17,7 +17,7 @@ from xtts_nb.data import align, cut, espeak
 from xtts_nb.data.align import _measure_part, Speech
 from xtts_nb.data.audio import open_audio, resample
 from xtts_nb.data.corpora import Clip, read_corpus
-from xtts_nb.data.cut import account, _BRIEF, _choose_clips, corpus_text, cut_corpus, _CutPiece, LONGEST
+from xtts_nb.data.cut import account, _BRIEF, _choose_clips, corpus_text, cut_corpus, _CutPiece, _LONGEST
 from xtts_nb.data.espeak import VOICES
 
 RATE, EN = 22050, _DEMO_SENTENCES['en']
@@ -82,7 +82,7 @@ def test_what_is_missing_on_either_side_is_left_out(tmp_path, language, voices):
         found, rate = soundfile.read(row.path)
         first, last = round(clip['start'] * RATE), round(clip['end'] * RATE)
         assert rate == RATE and np.abs(found - wav[first:last]).max() < 1e-3
-        assert _BRIEF <= len(found) / RATE <= LONGEST
+        assert _BRIEF <= len(found) / RATE <= _LONGEST
         assert max(np.abs(found[:600]).max(), np.abs(found[-600:]).max()) < 0.02
     json.dumps(result)
 
@@ -441,7 +441,7 @@ def test_clips_of_a_recording_of_short_sentences_are_short():
     short, longer = pieces(*[2.79] * 5, *[9] * 4), pieces(*[2.79] * 4, *[2.81] * 5)
     inner = pieces(*[1.5] * 8, inner=(0, 2, 4, 6))
     lengths = [cut._shortest_clip(chain) for chain in (short, longer, inner, inner[:1])]
-    assert lengths == [cut._BRIEF, cut.SHORTEST, cut.SHORTEST, cut.SHORTEST] == [1, 2, 2, 2]
+    assert lengths == [cut._BRIEF, cut._SHORTEST, cut._SHORTEST, cut._SHORTEST] == [1, 2, 2, 2]
     assert [len(clip) for clip in _choose_clips(pieces(*[1.5] * 5), 1.)[0]] == [1] * 5
     assert [len(clip) for clip in _choose_clips(pieces(1.5, .5, .5, 1.5), 1.)[0]] == [1, 2, 1]
     assert [len(clip) for clip in _choose_clips(pieces(*[1.5] * 9))[0]] == [2, 5, 2]
