@@ -93,15 +93,6 @@ def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys, monkeypatch):
         with _products_in_tf32(on): path = record('a', [], tmp_path, 'x')
         assert json.loads(path.read_text())['tf32'] is on
 
-@pytest.mark.parametrize('links', [True, False])
-def test_no_record_replaces_another(cpu, tmp_path, monkeypatch, links):
-    "Twelve runs within one second are twelve files, also on a disk without hard links."
-    def link(part, path): raise PermissionError(1, 'Operation not permitted', str(part))
-    if not links: monkeypatch.setattr(module.os, 'link', link)
-    paths = [record('step_speed', [{'name': str(i)}], tmp_path, 'c') for i in range(12)]
-    assert len(set(paths)) == len(list(tmp_path.iterdir())) == 12
-    assert [json.loads(p.read_text())['rows'][0]['name'] for p in paths] == [str(i) for i in range(12)]
-
 def test_a_noisy_run_says_so_and_is_no_headline_however_new(cpu, tmp_path, capsys):
     "A row without a spread counts as noisy, and so does a list of rows next to `rows`."
     record('demo', ROWS, tmp_path, 'first')
@@ -120,14 +111,6 @@ def test_records_of_the_wheel_stand_in_where_there_is_no_folder(cpu, tmp_path, m
     (tmp_path / 'own').mkdir()
     record('demo', ROWS, tmp_path / 'packed', 'first')
     assert commands('demo', tmp_path / 'missing') == ['first'] and headline('demo', tmp_path / 'own') is None
-
-def test_the_newest_record_of_each_device_is_read(tmp_path):
-    "As records were written before they had a time, a command and a verdict on their spread, too."
-    for device, date in [('A', '2025-01-02'), ('A', '2025-11-01'), ('A', '2024-12-31'), ('B', '2023-01-01')]:
-        one = {'device': device, 'date': date, 'commit': None, 'rows': []}
-        (tmp_path / f'page-{device}-{date}.json').write_text(json.dumps(one))
-    assert sorted((r['device'], r['date']) for r in recorded('page', tmp_path)) == [('A', '2025-11-01'),
-                                                                                    ('B', '2023-01-01')]
 
 def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
     record('step_speed', NOISY, tmp_path, 'xtts-nb bench train --record')

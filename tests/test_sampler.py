@@ -123,19 +123,6 @@ def test_nvml_processes_of_each_card(driver):
     driver.now += 2
     assert [p.utilisation for p in probe().gpus[1].processes] == [None, 100.] and driver.since[3:] == [0, 9]
 
-def test_nvml_asks_one_card_each_time_and_more_after_a_pause(driver):
-    "A tenth of a second is worth one card; the one that waits longest comes first."
-    driver.count, asked = 5, []
-    for values in (driver.use, driver.power): values.update(dict.fromkeys(range(5), 0))
-    for values in (driver.processes, driver.process_use): values.update({k: [] for k in range(5)})
-    probe = nvml_probe()
-    for pause in (0.09375, 0.25, 0.09375, 0.65625):   # the last is a second after the first
-        driver.now += pause
-        driver.asked.clear()
-        probe()
-        asked.append([h for name, h in driver.asked if name == 'ComputeRunningProcesses'])
-    assert asked == [[0], [1, 2, 3], [4], [0]]
-
 def test_each_reason_has_its_remedy_and_the_cpu_is_shown_instead(driver, monkeypatch):
     lines = []
     assert best_probe(lines.append)().devices.keys() == {'GPU 0', 'GPU 1', 'CPU'} and not lines

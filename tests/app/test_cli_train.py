@@ -179,6 +179,7 @@ def test_what_is_requested_beside_a_base_is_kept(base):
     ([], (5e-6, 0, 'constant')), (['--finetune', 'lora'], (1e-4, 50, 'cosine')),
     (['--finetune', 'lora', '--lr', '5e-6'], (5e-6, 50, 'cosine')),
     (['--config', 'c.yaml'], (5e-6, 0, 'constant')), (['--config', 'two.yaml'], (3e-5, 7, 'constant')),
+    (['--finetune', 'lora', '--config', 'three.yaml'], (5e-6, 0, 'constant')),
     (None, (1e-4, 1000, 'cosine'))])
 def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, expected):
     "Unless somebody chose another; a file that holds every key, as `config create` writes it, chooses none."
@@ -189,11 +190,18 @@ def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, ex
     (base / 'config.yaml').write_text(XTTSConfig().to_yaml())
     Path('c.yaml').write_text(XTTSConfig.xtts_v2().to_yaml())
     Path('two.yaml').write_text('training: {gpt: {learning_rate: 3e-5, warmup_steps: 7}}')
+    three = 'learning_rate: 5e-6, warmup_steps: 0, schedule: constant'   # as usual for all weights
+    Path('three.yaml').write_text(f'training: {{gpt: {{{three}}}}}')
     model = [] if options is None else ['--model', str(base), *options]
     found = {row['key']: row['value'] for row
              in ran('config show --json --data cache', *model).json['settings']}
     assert tuple(found[f'training.gpt.{key}'] for key
                  in ('learning_rate', 'warmup_steps', 'schedule')) == expected
+
+def test_settings_come_in_any_form():
+    of = lambda config: begin._as_layer(config)['config']['training.gpt.steps']
+    assert of({'training.gpt.steps': 7}) == of({'training': {'gpt': {'steps': 7}}}) == 7
+    assert of(TINY.replace(training={'gpt': {'steps': 7}})) == 7 and begin._as_layer(None) == {}
 
 def test_an_interval_that_is_asked_for_stays(built, home):
     "Also where it is the one that a shorter training had by itself."

@@ -16,7 +16,7 @@ import tensorflow as tf
 from fake_dvae import Dying, Fake, largest_file, load, Odd, OnAFullDisk
 from process import Forked, server, tree
 from xtts_nb.config import UserError
-from xtts_nb.data import cache as cache_module, prepare as prepare_module
+from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import decode_wav, load_audio, save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache, _read_manifest, _verify_cache, _write_manifest
 from xtts_nb.data.corpora import read_corpus
@@ -214,18 +214,9 @@ def test_the_same_bytes_for_any_number_of_threads_and_processes(corpus, small, d
     assert tree(tmp_path / 'b') == tree(prepared.folder)
 
 @pytest.fixture(scope='module', autouse=True)
-def made_once():
-    """The mels of the same settings are traced once, which takes most of the time of a small `prepare`.
-
-    The workers are forked from the server of the tests: else it would begin without half of the library."""
+def forked():
+    "Workers are forked from the server of the tests: else it would begin without half of the library."
     server()
-    made, traced = {}, prepare_module._mel_function
-    def mel_function(config, n_fft):
-        key = config.model.audio.model_dump_json(), n_fft
-        return made.get(key) or made.setdefault(key, traced(config, n_fft))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, '_mel_function', mel_function)
-        yield
 
 def begin_adding(): return lambda x: x + 1
 

@@ -30,11 +30,6 @@ def called(function, *args, **kwargs):
 
 # --- costs of an iteration ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('more, expected', [
-    ({}, 0.), (dict(loop=14.), .5), (dict(wait=4.), .5), (dict(loop=10.), 1.), (dict(loop=5.), 1.),
-    (dict(loop=18., traced=4.), .5), (dict(pipeline=16., loop=21., wait=99.), .5), (dict(pipeline=0.), 1.)])
-def test_how_much_of_the_shorter_part_is_hidden(more, expected): assert measured(**more).overlap == expected
-
 @pytest.mark.parametrize('more, change, expected', [
     ({}, {}, 1.), ({}, dict(pipeline=4.), 18 / 14), ({}, dict(step=5.), 18 / 13), ({}, dict(overlap=1.), 1.8),
     ({}, dict(pipeline=-3.), 1.8), ({}, dict(traced=2.), .9), (dict(compute=4., traced_alone=2.), {}, 1.),

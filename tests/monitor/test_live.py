@@ -3,15 +3,12 @@ import csv
 import io
 import json
 import re
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 from clock import Clock
 from rich.console import Console
 
@@ -19,17 +16,16 @@ from xtts_nb.bench import png_bytes
 from xtts_nb.config import UserError
 from xtts_nb.monitor import live as page
 from xtts_nb.monitor.live import (
-    _arm_lines, _arm_shades, _ARM_SHADES, gpu_live, live_html, LiveCallback, monitor, _phases_of,
+    _arm_lines, gpu_live, live_html, LiveCallback, monitor, _phases_of,
     plot_samples, _summary_lines)
 from xtts_nb.sampler import (
-    CPU, EmulatedDevice, emulated_probe, GPU, _Process, replay_probe, Sample, summarise,
-    summarise_arms)
+    CPU, EmulatedDevice, emulated_probe, GPU, replay_probe, Sample, summarise_arms)
 
 def moment(i, gpus=2):
     cards = tuple(GPU(k, 'Card', [90., 0.][k], (k + 1) << 30, 8 << 30, 100., 50., 1000.) for k in range(gpus))
     return Sample(float(i), cards, CPU('Chip', 40., 20., 2 << 30, 4 << 30, 1 << 30))
 
-GIB, TRACE, ARMS = 2**30, [moment(i) for i in range(5)], [(9., 'before'), (13.5, 'after')]
+TRACE, ARMS = [moment(i) for i in range(5)], [(9., 'before'), (13.5, 'after')]
 BUSIER = [Sample(10. + i, (GPU(0, 'A', 10. if i < 4 else 90.),)) for i in range(8)]
 def text_of(html): return ' '.join(re.sub('<[^>]*>|■', ' ', html.partition('</style>')[2]).split())
 
@@ -54,17 +50,6 @@ def test_arms_are_shaded_and_have_their_means_and_the_factor():
     unread = [Sample(10., (GPU(0, 'A'),)), Sample(14., (GPU(0, 'A'),))]
     assert _arm_lines(summarise_arms(unread, ARMS)) == [] == _arm_lines({})
 
-def test_an_arm_has_one_shade_in_the_picture_and_in_the_frame():
-    "Of 200 s the frame shows the last minute: the first arm is over, and the second comes again."
-    names, starts = ['a', 'b', 'c', 'b', 'd', 'e'], [-1., 50., 145., 160., 170., 180.]
-    samples, arms = [Sample(float(i), (GPU(0, 'A', 50.),)) for i in range(200)], list(zip(starts, names))
-    one, two, three, four = _ARM_SHADES
-    assert _arm_shades(arms) == {'a': one, 'b': two, 'c': three, 'd': four, 'e': one}
-    drawn = [to_hex(patch.get_facecolor()) for patch in plot_samples(samples, arms=arms).axes[0].patches]
-    assert drawn == [one, two, three, two, four, one]
-    frame = re.findall(r'<rect .*?fill="(.*?)".*?y="9">(\w+)<', live_html(samples, arms=arms))
-    assert frame == [(two, 'b'), (three, 'c'), (two, 'b'), (four, 'd'), (one, 'e')]
-
 @pytest.mark.parametrize('samples, values, losses', [
     ([], {}, ()), ([Sample(0., error='gone')], {}, ()), ([Sample(0., (GPU(0, 'MIG'),))], {}, ()),
     ([moment(0)], {}, ()), (TRACE, dict(au=None, loss=float('nan')), [(0, float('nan'))] * 3),
@@ -74,23 +59,6 @@ def test_little_nothing_or_odd_values(samples, values, losses):
     assert values or 'nan' not in live_html(samples, values=values)
 
 # --- sentences and frames ----------------------------------------------------------------------------------
-
-def test_a_sentence_for_each_device_also_for_one_without_utilisation():
-    busy, part, counts = _summary_lines(summarise([*TRACE, Sample(9., (GPU(0, 'A', 90.), GPU(2, 'C')))])
-                                        | {'overhead': .0123})[-3:]
-    assert busy.startswith('CPU (Chip): 40 % busy') and part == 'GPU 2 (C): offers no utilisation.'
-    assert counts.startswith('6 samples over 9.0 s') and '1.2 % of a core' in counts
-
-@pytest.mark.parametrize('device, said', [
-    (None, 'GPU 0 no reading'), (GPU(0, 'A', 0.), 'GPU 0 0 %'),
-    (GPU(0, 'A', 50., 2 * GIB, 8 * GIB, 100., from_host=2.5e9),
-     'GPU 0 50 % 2.0 of 8 GiB 100 W · PCIe in 2.5 GB/s'),
-    (CPU('A', 50., 20., disk_read=3e6, disk_write=0.),
-     'GPU 0 50 % this process 20 % · disk reads 3.0 MB/s · writes 0.0 MB/s'),
-    (GPU(0, 'A', 1., processes=(_Process(7, '<b>', GIB), _Process(8), _Process(9, None, 0))),
-     'GPU 0 1 % &lt;b&gt; 1.0 GiB, 8, 9 0.0 GiB')])
-def test_a_reading(device, said):
-    assert text_of('</style>' + page._reading('GPU 0', device, '#123456')) == said
 
 def test_a_text_in_a_frame_is_escaped():
     frame = text_of(live_html(TRACE, values={'note': '<x>', 'none': None}, elapsed=125.))
@@ -138,26 +106,6 @@ def test_an_arm_begins_with_a_sample_of_what_was_before():
         'slow': 0, 'fast': 100}
     assert [line.partition('busy')[0] for line in lines[:2]] == ['slow: emulated GPU 0 0 % ',
                                                                  'fast: emulated GPU 0 100 % ']
-
-CELL = '''
-from xtts_nb.monitor.live import gpu_live
-from xtts_nb.sampler import GPU, Sample, replay_probe
-with gpu_live(replay_probe([Sample(float(i), (GPU(0, 'Card', 50.),)) for i in range(9)])): pass
-'''
-
-@pytest.mark.slow
-def test_stored_output_is_a_plain_picture_and_a_replay_of_arms():
-    "As nbdev-test stores the outputs of cells."
-    pytest.importorskip('execnb')
-    arms = CELL.replace('): pass', ''') as live:
-    live.arm('before')
-    live.arm('after')''')
-    code = ('import json; from execnb.shell import CaptureShell; s = CaptureShell(); '
-            f'out = [s.run(cell) for cell in {[CELL, arms]!r}]; print("OUT" + json.dumps(out))')
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
-    pictures = [[{*o['data']} for o in out if o['output_type'] == 'display_data']
-                for out in json.loads(done.stdout.rpartition('OUT')[2])]
-    assert pictures == [[{'image/png', 'text/plain'}], [{'image/png', 'image/svg+xml', 'text/plain'}]]
 
 def test_a_callback_shows_fit_and_is_closed_by_the_end_of_the_cell_if_it_breaks(monkeypatch):
     keras = pytest.importorskip('keras')
@@ -208,13 +156,6 @@ def test_a_slow_probe_is_asked_again_at_once_and_then_in_its_beat():
         return moment(0)
     assert watched(t, interval=.5, probe=probe)[0]['samples'] == 4
     assert asked == pytest.approx([0., .7, 1.4, 1.9, 2.4])
-
-def test_names_are_no_markup_and_numbers_no_highlights():
-    out, card, t = io.StringIO(), GPU(0, 'Card [b]12[/b]', 50.), Clock()
-    console = Console(file=out, width=120, force_terminal=True, color_system='truecolor')
-    trace = replay_probe([Sample(0., (card,))] * 3)
-    monitor(probe=trace, console=console, clock=t.perf_counter, sleep=t.sleep)
-    assert 'Card [b]12[/b]' in re.sub(r'\x1b\[[0-9;]*m', '', out.getvalue())
 
 def test_a_log_of_json_lines_holds_each_sample_at_once_also_at_ctrl_c(tmp_path):
     log, written = tmp_path / 'a.jsonl', []

@@ -3,7 +3,6 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import keras
@@ -14,8 +13,7 @@ import tensorflow as tf
 from watched import calls, LINE, OTHER, seen, watched
 from xtts_nb.monitor import seen as trials, watch as page
 from xtts_nb.monitor.loop import TF_FUNCTION
-from xtts_nb.monitor.program import _finding_lines
-from xtts_nb.monitor.seen import finding, steady_part, _variables_put_back
+from xtts_nb.monitor.seen import steady_part, _variables_put_back
 from xtts_nb.monitor.watch import _Place, Watch, _is_users, libraries, look_at, _place_of, _users_frame
 
 HERE = __file__
@@ -190,11 +188,6 @@ def test_the_main_loop_begins_with_its_third_call():
     within = steady_part(watched([], calls('fit', 50), windows=[(1., 2.), (2., 4.05)]))
     assert within.loop == ('fit', LINE) and (within.begin, within.end) == (2.,
         4.05) and len(within.steps) == 21
-
-def test_a_finding_has_an_interval():
-    found = finding(seen(['own'] * 400), 'cause', 'evidence', 'fix', .5, .2, LINE, 'a\nb')
-    assert found.predicted_gain == pytest.approx(1 / .6) and found.low < found.predicted_gain < found.high
-    assert _finding_lines([replace(found, low=3., high=500.)], [])[0].endswith('(3.0 or more)')
 
 def test_variables_are_put_back():
     "One of a graph, as programs of the first TensorFlow have it, has no value outside: it is left alone."

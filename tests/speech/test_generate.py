@@ -170,10 +170,6 @@ def heard(xtts, wavs, speech=None):
     "The voice of some recordings, as a speaker hears them."
     return Speaker(xtts, **(speech or xtts.config.speech).model_dump()).listen(wavs)
 
-def crop(xtts, reference):
-    "What a model trained here hears of a recording."
-    return _reference_mels(xtts, [_read_reference(reference, xtts.config.model.audio)], xtts.config.speech)[0]
-
 def test_the_cache_grows_while_a_text_needs_it(xtts, small, monkeypatch):
     "Same codes and states as with room for all from the start; compiled for each size that is needed."
     gpt = biased(GPT(small.replace(model={'gpt': {'num_layers': 1}}), xtts.gpt.text_start), -50.)

@@ -275,6 +275,8 @@ def test_a_voice_that_came_along_is_not_learned_again(model, prepared, tiny, ban
     for one, other in ((second.update.decoder, first.update.decoder),
                        (second.update.encoder, first.update.encoder)):
         assert all(np.array_equal(a, b) for a, b in zip(one.variables, other.variables))
+    with pytest.raises(UserError, match='began with model'):
+        new_decoder_run(tmp_path / 'second', model, prepared, tiny)
     with pytest.raises(UserError, match='holds no run'): new_decoder_run(tmp_path / 'third', model)
     with pytest.raises(UserError, match='has no clip nobody to hold out'):
         new_decoder_run(tmp_path / 'fourth', model, prepared, tiny, ['nobody'])

@@ -370,6 +370,9 @@ def test_an_assigned_rate_is_that_of_a_real_update(prepared, mini, tmp_path):
     assert all(np.array_equal(v.numpy(), old) for v, old in zip(run.update.weights, before))
     run.optimizer.learning_rate = 1e-2
     assert run.fit(3)['traces'] == 1 and not np.array_equal(run.update.weights[0].numpy(), before[0])
+    schedule = float(run.optimizer.schedule.schedule(run.optimizer.iterations))
+    run.assigned_rate = None   # the schedule again
+    assert float(run.rate()) == pytest.approx(schedule) != 1e-2
 
 def test_early_stopping_of_keras_works_and_continues_to_count(given, prepared, mini, tmp_path):
     config = mini.replace(training={'gpt': {'steps': 20, 'validate_every': 2, 'checkpoint_every': 7}})

@@ -24,7 +24,7 @@ from .generate import Sampling, Speaker
 from .voices import Voice
 
 # %% ../../nbs/speech/guard.ipynb #a1dfe62d
-_TAIL_CODES, _TAIL_VARIETY = 16, 4   # a tail has this many codes or more, and this many different ones or fewer
+_TAIL_CODES, _TAIL_VARIETY = 16, 4   # a tail has at least this many codes, and at most this many kinds
 
 def _tail_start(codes: np.ndarray) -> int:   # len(codes) if there is no such tail
     "Where a tail begins that repeats a few codes."

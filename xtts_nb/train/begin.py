@@ -67,7 +67,8 @@ def _with_rates(resolved: _Resolved, base, origin: str, file: str | None, resume
     "The settings with the model to start from and the rates for what is trained of it, which are printed."
     chosen = {key for key, name in resolved.came_from.items() if name != origin}
     of_file = {key for name in _RATE_KEYS if resolved.came_from[key := f'training.gpt.{name}'] == file}
-    if len(of_file) == len(_RATE_KEYS) and usual_rates(resolved.config.training.gpt):
+    whole = all(key in chosen for key in resolved.came_from if key.startswith('training.gpt.'))
+    if whole and len(of_file) == len(_RATE_KEYS) and usual_rates(resolved.config.training.gpt):
         chosen -= of_file   # of a file that holds every key
     config = _with_base(base, resolved.config, resolved.begun, resumed, chosen)
     what = f'finetune {config.training.gpt.finetune}' if base else 'new model'
