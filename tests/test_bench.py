@@ -6,7 +6,7 @@ import pytest
 from clock import Clock
 
 from xtts_nb import bench
-from xtts_nb.bench import accelerator_utilisation, compare, Comparison, _emulated_steps, fed_steps, timeline
+from xtts_nb.bench import accelerator_utilisation, compare, Comparison, _emulated_steps, fed_steps
 
 
 @pytest.fixture
@@ -32,11 +32,6 @@ def test_arms_take_turns_and_the_warm_up_does_not_count(clock):
         assert [r[unit] for r in rows] == values and [r['ratio'] for r in rows] == [1., 2.]
         json.dumps(rows)
 
-def test_a_clock_of_its_own_and_what_happens_before_the_clock(clock):
-    arms = {'a': lambda: clock.sleep(1.) or 1, 'b': lambda: clock.sleep(50.) or (10, 4.)}
-    result = compare(arms, 'step_ms', rounds=2, warmup=0, before=lambda name: clock.sleep(50.))
-    assert [a.times for a in result.arms] == [[1., 1.], [.4, .4]]
-
 @pytest.mark.parametrize('seconds,rounds', [(100., 9), (10., 4), (9.99, 3), (1., 3)])
 def test_the_time_budget_ends_a_comparison(clock, seconds, rounds):
     clock.now = 50.
@@ -56,11 +51,6 @@ def test_utilisation_is_computing_over_all(clock):
         assert got['au'] == pytest.approx(au) and got['steps'] == 10 and got['cv'] == pytest.approx(0)
     uneven = (next(feed(clock, 0.1 if i % 2 else 2., 1)) for i in range(20))
     assert accelerator_utilisation(uneven, 0.1)['cv'] > 0.5
-
-def test_a_timeline_adds_up(clock):
-    "A batch takes longer than a step, so the device waits for each; the other way round for none."
-    assert timeline(feed(clock, 5., 20), 3., steps=4) == [(5. * i, 2., 3.) for i in range(4)]
-    assert timeline(feed(clock, 2., 20), 3., steps=4) == [(3. * i, 0., 3.) for i in range(4)]
 
 @pytest.mark.parametrize('most, limit', [(100., 60.), (100., 99.), (100., 5.), (100., 3.), (2500., 180.)])
 def test_the_rate_that_is_fed_is_found(most, limit):

@@ -13,7 +13,7 @@ import pytest
 
 from process import tree
 from xtts_nb.app.download import (
-    _SOURCES, _Source, _file, download, _terms)
+    _SOURCES, _Source, _file, download)
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import read_corpus
 
@@ -113,12 +113,6 @@ def refused(call, *arguments, **options) -> str:
 
 
 # --- the table and the licence ------------------------------------------------------------------------------
-
-def test_another_licence_than_the_one_that_was_pinned_is_not_shown(server, model):
-    assert _terms(model, server.address) == 'Ask first.\n' and server.requests == [('LICENSE.txt', None)]
-    server.files['LICENSE.txt'] = b'Ask nobody'
-    assert 'Ask nobody' not in _terms(model, server.address)
-
 
 # --- a model and an archive ---------------------------------------------------------------------------------
 

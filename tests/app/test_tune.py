@@ -139,19 +139,6 @@ def tuned(folder, *lines, steps=100, begun=False, **trained):
                'train': {'steps': steps, 'best': {'step': log[0]['step']}} | trained}
     return {name: {'words': ['--model'] * begun, 'result': result} for name, result in results.items()}
 
-MUTE, SPEAKS = {'step': 90, 'val_words': -.004}, {'step': 20, 'val_words': .5}
-
-@pytest.mark.parametrize('lines, more, said', [
-    ([MUTE], {}, ['90 of 100', 'none', 'still falls', '--steps 500', 'a trained model']),
-    ([MUTE | {'step': 70}], {'begun': True}, ['no longer falls', 'does it speak this language?']),
-    ([SPEAKS], {}, ['spoke worse']), ([SPEAKS | {'step': 80}], {}, ['--steps 200']),
-    ([SPEAKS | {'val_old_loss': 2.25}], {'old': {'before': 2.5, 'after': 2.}}, ['2.500 before, 2.250 now']),
-    ([SPEAKS], {'old': {'before': None, 'after': 2.}}, ['minutes left out: 0.5', 'sentence not found: 1'])])
-def test_the_terminal_says_what_came_of_it(tmp_path, lines, more, said):
-    text = page._tuning_text(tuned(tmp_path, *lines, **more), tmp_path)
-    assert all(part in text for part in ['clips: 1,234', *said]), text
-    assert ('no words yet' in text) == (lines[0]['val_words'] < 0)
-
 def test_the_page_lets_one_hear_the_candidates(tmp_path):
     "Also where a validation has no sound any more, or the log is of a training that was not listened to."
     lines = {'step': 20, 'val_loss': .75, 'val_length': .98, 'val_stop': .25, 'val_words': .5}, {

@@ -7,13 +7,6 @@ from benchmarks import step
 from benchmarks.peer import Peer, run
 from xtts_nb.config import UserError
 
-def ends(stderr):
-    import os
-    os.write(2, stderr.encode())
-    os._exit(3)
-    yield
-
-
 def asks_for_agreement():
     "As coqui-tts does before it loads a model whose licence must be agreed to."
     import os
@@ -22,15 +15,6 @@ def asks_for_agreement():
         answer = input('"I agree to the terms of the non-commercial licence" - [y/n]')
         if answer != 'y': raise Exception('You must agree to the terms of service to use this model.')
     while True: yield 'loaded'
-
-@pytest.mark.parametrize('stderr, error', [
-    ('', 'no reason given'), ('first\nlast\n', 'last'),
-    ('x.OddError: a\nValueErrors\nBadException\nlast', 'BadException'), ('an Error\nlast', 'last')])
-def test_the_last_error_is_quoted(stderr, error):
-    "Or the last line where none looks like one."
-    with Peer(sys.executable, ends, needs='Python', stderr=stderr) as peer, \
-            pytest.raises(UserError) as e: peer()
-    assert str(e.value) == f'{sys.executable}: Python failed ({error}); check that environment.'
 
 def test_only_the_user_agrees_to_terms(monkeypatch, capsys):
     monkeypatch.delenv('COQUI_TOS_AGREED', raising=False)

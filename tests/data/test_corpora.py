@@ -544,13 +544,6 @@ def test_what_is_just_taken_and_just_not(tmp_path, wishes, good, bad, reason):
 
 def page(flags, rest=b'\xff', length=99): return b'OggS\0' + bytes([flags]) + rest * length
 
-def test_the_last_page_says_that_it_is_the_last(tmp_path):
-    for content, whole in ((page(4, b'\0'), True), (page(3), False), (page(4) + page(3), False),
-                           (page(2, length=2**17) + page(5, b'\0', 65307), True),
-                           (page(4, length=2**17) + page(1, length=65307), False)):
-        (tmp_path / 'x.ogg').write_bytes(content)
-        assert corpora._ogg_ends(tmp_path / 'x.ogg') is whole
-
 def test_clips_come_in_order_for_any_number_of_workers(corpus, small):
     clips = read_corpus(corpus)[0]
     runs = [[(c.id, len(w)) for c, w in _read_audio(clips, small.replace(data={'num_workers': n}), chunk=3)]
@@ -617,12 +610,3 @@ def test_the_report_to_read_and_its_numbers():
     assert report_text(report, most=3).endswith('  y: bad\n  z: worse\n') and len(report['most_clipped']) == 5
     assert report['seconds'] == 5.33 and report['most_silent'][0] == {'id': 'f', 'share': 0.6667}
     assert report['silence'] == {'leading': 0.3333, 'inner': 0.0303, 'trailing': 0.}
-
-def test_a_report_of_nothing_and_of_clips_that_were_not_measured():
-    report = summary([], [])
-    assert [report[k] for k in ('clips', 'seconds', 'shortest', 'longest')] == [0] * 4
-    assert {*report['durations']['quantiles'].values()} == {0} and '0 clips, 0.0 min' in report_text(report)
-    part = {k: v for k, v in row('b').items() if k in ('id', 'text', 'speaker', 'language', 'seconds')}
-    for table in ([part], [row('a'), part]):
-        report = summary(table, [])
-        assert 'silence' not in report and 'silence' not in report_text(report)

@@ -149,11 +149,6 @@ def test_place_count_and_bytes():
     assert f'3 x AsString at {strings.place}, 288 bytes' in strings.line
     assert strings.to_dict()['means'] == _KINDS['host operation']
 
-def test_any_function_is_read():
-    graph = tf.function(shuffled)
-    for given in ((shuffled, X), (graph, tf.TensorSpec((4, 6))), (graph.get_concrete_function(X),)):
-        assert [o.op for o in preflight(*given)] == ['RandomShuffle']
-
 def test_a_kernel_fits_by_its_types():
     scattered = lambda x, dtype: tf.scatter_nd([[0]], [tf.cast(x[0, 0] > 0, dtype)], [3])
     assert found(lambda x: scattered(x, tf.bool)) == [('host operation', 'ScatterNd')]
