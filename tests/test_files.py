@@ -83,7 +83,7 @@ def test_a_place_that_holds_something_else_is_refused_before_any_work(tmp_path):
                   atomic_file(tmp_path / 'pipe')):
         with pytest.raises(UserError, match='choose another'), place: pytest.fail('worked')
     for write in (lambda: _check_writable(tmp_path / 'file/b'), lambda: write_json(tmp_path / 'file/b', 1)):
-        with pytest.raises(UserError, match='a file stands where a folder is needed'): write()
+        with pytest.raises(UserError, match='a file exists where a folder is needed'): write()
     with pytest.raises(TypeError): write_json(tmp_path / 'file', object())
     with pytest.raises(UserError, match='never'), atomic_file(tmp_path / 'never'): pass   # never written
     assert tree(tmp_path) == kept
@@ -346,7 +346,8 @@ def test_a_bad_file_of_weights_is_named_and_changes_nothing(tmp_path):
     unreadable = b'these are no weights\n' * 9, data[:20], data[:-10], None
     wrong = ({k: v for k, v in given.items() if k != 'two/bias'}, '"two/bias" is missing'), (
         named_weights(model(5)), r'"one/kernel" has shape \(3, 5\), expected \(3, 4\)')
-    for content, named in (*((content, 'not readable') for content in unreadable), *wrong):
+    for content, named in (*((content, 'not readable' if content else 'no such file')
+                             for content in unreadable), *wrong):
         if content is None: path.unlink()
         elif isinstance(content, bytes): path.write_bytes(content)
         else: save_weights(path, content)

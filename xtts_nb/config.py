@@ -485,8 +485,8 @@ def read_settings(path: str | Path) -> dict:
         raise UserError(f'{path}: not readable as settings ({e}); give a YAML file.') from None
     except yaml.YAMLError as e:
         at = getattr(e, 'problem_mark', None)
-        where = f', line {at.line + 1}' if at else ''
-        raise UserError(f'{path}{where}: not YAML ({str(e).splitlines()[0]}); correct it there.') from None
+        where = f'line {at.line + 1} is ' if at else ''
+        raise UserError(f'{path}: {where}not YAML ({str(e).splitlines()[0]}); correct it there.') from None
     if not isinstance(values, dict):
         raise UserError(f'{path}: expected sections such as model or data; got {values!r}.')
     return values

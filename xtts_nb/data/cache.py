@@ -164,7 +164,7 @@ def _read_manifest(folder: str | Path) -> dict:
     if not path.is_file():
         work = _work_path(folder)
         begun = f' {work} keeps what an earlier run finished.' if work.is_dir() else ''
-        found = 'holds no cache' if Path(folder).exists() else 'there is no such folder'
+        found = 'holds no cache' if begun or Path(folder).exists() else 'there is no such folder'
         raise UserError(f'{folder}: {found}; '
                         f'make one with xtts-nb prepare CORPUS --out {folder}.{begun}')
     facts = read_json(path)
