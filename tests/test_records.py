@@ -105,13 +105,6 @@ def test_a_noisy_run_says_so_and_is_no_headline_however_new(cpu, tmp_path, capsy
     record('demo', ROWS, tmp_path, 'last')
     assert headline('demo', tmp_path)['command'] == 'last'
 
-def test_records_of_the_wheel_stand_in_where_there_is_no_folder(cpu, tmp_path, monkeypatch):
-    "As in Colab; a folder of one's own, even an empty one, has its own."
-    monkeypatch.setattr(module, '_PACKED', tmp_path / 'packed')
-    (tmp_path / 'own').mkdir()
-    record('demo', ROWS, tmp_path / 'packed', 'first')
-    assert commands('demo', tmp_path / 'missing') == ['first'] and headline('demo', tmp_path / 'own') is None
-
 def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
     record('step_speed', NOISY, tmp_path, 'xtts-nb bench train --record')
     (one,) = recorded('step_speed', tmp_path)
