@@ -115,6 +115,8 @@ def test_an_interrupted_fit_keeps_nothing_of_the_watch():
     with pytest.raises(KeyboardInterrupt):
         model.fit(np.ones((400, 2)), np.ones(400), batch_size=4, verbose=0, callbacks=[mine, Interrupt()])
     assert mine.phases and model.train_function is mine.phases.whole
+    mine.watch._looker.join(20)
+    assert not mine.watch._patched
 
 class Rows(keras.Model):
     "Its result is the first row of each batch."
