@@ -269,6 +269,12 @@ def cheap_xla(monkeypatch):
     "Processes of the test compile as those of quick tests: it compares runs that are compiled alike."
     monkeypatch.setenv('XLA_FLAGS', quick.XLA)
 
+@pytest.fixture
+def kernels(cheap_xla, tmp_path) -> Path:
+    "A folder with settings: of the commands that run in it the first alone compiles a program."
+    (tmp_path / 'settings.ini').write_text('[workspace]\nxla_cache = kernels\n')
+    return tmp_path
+
 
 # --- commands in this process, and what stands behind them --------------------------------------------------
 

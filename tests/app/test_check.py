@@ -118,17 +118,14 @@ def test_check_ends_with_1_where_one_failed(monkeypatch, ran, result, code):
     assert done.json[result.lower()] == 1 + (result == 'PASSED')
 
 @pytest.mark.slow
-def test_check_as_a_user_runs_it(cheap_xla):
-    done = python(SMALL, 'check', '--stress-duration', '1', '--json')
+def test_check_and_report_as_a_user_runs_them(kernels):
+    done = python(SMALL, 'check', '--stress-duration', '1', '--json', cwd=kernels)
     assert done.code == 0 and done.json['failed'] == 0
     assert [r['name'] for r in done.json['checks']] == [*_CHECKS, 'Stress']
     assert {row['program'] for row in done.json['preflight']} == {'step', 'data', 'speech'}
-
-@pytest.mark.slow
-def test_a_report_as_a_user_writes_it(tmp_path, cheap_xla):
-    done = python(SMALL, 'report', '--seconds', '0.1', '--out', tmp_path / 'report.md')
+    done = python(SMALL, 'report', '--seconds', '0.1', '--out', 'report.md', cwd=kernels)
     assert done.code == 0, done.err
-    text = (tmp_path / 'report.md').read_text()
+    text = (kernels / 'report.md').read_text()
     assert [line for line in text.splitlines() if line.startswith('## ')] == [
         '## Machine', '## The training step', '## Checks', '## Records of this machine']
     assert 'FAILED' not in text and '| tensorflow |' in text and '- compiled: ' in text

@@ -27,9 +27,7 @@ from xtts_nb.train.trainer import checkpoints
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
-    _Crops, _DVAEUpdate, _DecoderUpdate, Windows,
-    _limits, _other, _make_bank,
-    _mel_distance, new_decoder_run)
+    _Crops, _DVAEUpdate, _DecoderUpdate, Windows, _limits, _other, _make_bank, _mel_distance, new_decoder_run)
 
 
 def same(a, b): return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
@@ -319,7 +317,7 @@ def test_from_a_corpus_to_a_voice_of_its_own(corpus, yaml, tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize('part', ['dvae', 'decoder'])
-def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, cheap_xla):
+def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, kernels):
     """A run killed at some moment and resumed is the run that nobody disturbed; a decoder's under XLA, see
     dev/LOG.md. Its checkpoints do not write the GPT again; what it leaves speaks."""
     each = {'checkpoint_every': 5, 'log_every': 3}
@@ -331,14 +329,14 @@ def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, cheap_xla):
     whole, run = tmp_path / 'whole', tmp_path / 'run'
     assert xtts_nb(*arguments, whole, '--json').code == 0
     once = 'from xtts_nb.train.parts import _SavedDecoder; _SavedDecoder.exports = 1; '   # at the end alone
-    child = started(*arguments, run, stderr=subprocess.PIPE, program=once + PROGRAM)
+    child = started(*arguments, run, stderr=subprocess.PIPE, program=once + PROGRAM, cwd=kernels)
     while reached(run) < 12 and child.poll() is None: time.sleep(0.002)
     child.send_signal(signal.SIGKILL)
     assert child.communicate() and child.returncode == -signal.SIGKILL
     nets = lambda file: {k: v for k, v in read_tensors(file) if k.startswith(('decoder/', 'speaker/'))}
     saved = lambda: checkpoints(run / 'checkpoints')[-1]
     if part == 'decoder': assert not same(nets(run / 'model.safetensors'), nets(saved()))
-    assert xtts_nb(_COMMANDS[part], '--run', run, '--json').code == 0
+    assert xtts_nb(_COMMANDS[part], '--run', run, '--json', cwd=kernels).code == 0
     assert lines_of(run) == lines_of(whole)
     for name in ('checkpoints', {'dvae': 'dvae.safetensors', 'decoder': 'model.safetensors'}[part]):
         for file in sorted(whole.glob(f'{name}/*') if name == 'checkpoints' else [whole / name]):
