@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from tree import ROOT, notebooks
-from wheels import users_environment
+from wheels import link_packages, users_environment
 
 from xtts_nb.config import workspace
 
@@ -72,21 +72,14 @@ def pages(tmp_path_factory) -> Path:
 def user(wheels, tmp_path_factory) -> dict:
     """The environment of somebody whose kernel holds nothing, and whose pip knows the wheel of this checkout.
 
-    Where there is uv, it has brought what the wheel asks for and no more: pip, which would take a minute to
-    unpack TensorFlow, finds it there and installs the wheel."""
+    It holds what the wheel asks for and no more, linked from here: pip, which would take minutes to unpack
+    TensorFlow, finds it there and installs the wheel."""
     home = tmp_path_factory.mktemp('bare')
     subprocess.run([sys.executable, '-m', 'venv', home], check=True)
     python, kernel = home / 'bin/python', home / 'kernels/python3/kernel.json'
     kept = {k: v for k, v in users_environment().items() if not k.startswith('JUPYTER')} | {
         'PIP_COMPILE': '0', 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}   # most modules are never imported
-    uv, quiet = shutil.which('uv'), ['--quiet', '--python', python]
-    steps = [[python, '-m', 'pip', 'install', '-q', 'ipykernel']]
-    if uv:
-        steps = [[uv, 'pip', 'install', *quiet, f'xtts_nb[demo] @ {wheels[0].as_uri()}', 'ipykernel'],
-                 [uv, 'pip', 'uninstall', *quiet, 'xtts_nb']]
-    for step in steps:
-        done = subprocess.run(step, env=kept, capture_output=True, text=True)
-        if done.returncode: pytest.skip(f'nothing can be installed here: {done.stderr.splitlines()[-1]}')
+    link_packages(home, wheels[0], 'demo')
     kernel.parent.mkdir(parents=True)
     kernel.write_text(json.dumps({
         'argv': [str(python), '-m', 'ipykernel_launcher', '-f', '{connection_file}'],

@@ -1,10 +1,15 @@
 "The wheel of the checkout, and a clean environment that holds it: what a user installs."
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
+from importlib.metadata import PathDistribution, distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from process import environment
 from tree import ROOT
@@ -38,14 +43,33 @@ def install(wheel: Path, home: Path) -> Path:
     "The scripts of an environment that holds the wheel, and sees the other packages of this one behind it."
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', home], check=True)
     python = home / 'bin' / 'python'
-    uv = shutil.which('uv')
-    how = [uv, 'pip', 'install', '--quiet', '--offline', '--python', python] if uv else \
-        [sys.executable, '-m', 'pip', '--python', python, 'install', '--quiet', '--no-index']
-    subprocess.run([*how, '--no-deps', wheel], check=True)
+    subprocess.run([sys.executable, '-m', 'pip', '--python', python, 'install', '--quiet', '--no-index',
+                    '--no-deps', wheel], check=True)
     (own,) = home.glob('lib/python*/site-packages')
     # a folder in a .pth file: its own .pth files, and with them the checkout, are not read
     (own / 'beside.pth').write_text(sysconfig.get_path('purelib') + '\n')
     return python.parent
+
+
+def link_packages(home: Path, wheel: Path, extra: str):
+    "Put what a wheel asks for, and a kernel, into an environment from this one, and no more."
+    (there,), seen = home.glob('lib/python*/site-packages'), set()
+
+    def link(lines: list[str], extras):
+        for one in map(Requirement, lines):
+            asked = not one.marker or any(one.marker.evaluate({'extra': name}) for name in ('', *extras))
+            if not asked or (one.name, *one.extras) in seen: continue
+            seen.add((one.name, *one.extras))
+            package = distribution(one.name)
+            for file in package.files:
+                if '..' in file.parts or (there / file).exists() or not file.locate().exists(): continue
+                (there / file).parent.mkdir(parents=True, exist_ok=True)
+                try: os.link(file.locate(), there / file)
+                except OSError: shutil.copy(file.locate(), there / file)   # another disk
+            link(package.requires or [], one.extras)
+
+    (info,) = (path for path in zipfile.Path(wheel).iterdir() if path.name.endswith('.dist-info'))
+    link([*PathDistribution(info).requires, 'ipykernel'], [extra])
 
 
 def users_environment() -> dict:
