@@ -33,7 +33,8 @@ $(ready): pyproject.toml requirements.lock
 demo: $(ready)
 	@$(bin)/xtts-nb demo $(ARGS)
 
-# The quick tests that are not slow compile cheaply, see dev/quick.py.
+# Pages, whose sizes are tiny, and the tests that are not slow compile cheaply, see dev/quick.py.
+quick_xla = $(env) XLA_FLAGS="$$($(bin)/python dev/quick.py)"
 device = $(if $(GPU),gpu,cpu)
 other = $(if $(GPU),cpu,gpu)
 two_pages = --n-workers 2 --timing
@@ -50,7 +51,7 @@ style:
 
 quick-pages:
 	@echo "== every notebook"
-	@$(env) XLA_FLAGS="$$($(bin)/python dev/quick.py)" $(bin)/nbdev-test $(two_pages) --flags "$(device)"
+	@$(quick_xla) $(bin)/nbdev-test $(two_pages) --flags "$(device)"
 
 quick-tests:
 	@echo "== tests"
@@ -69,7 +70,7 @@ test-all: $(ready)
 
 slow-pages:
 	@echo "== every notebook but the lessons, with its slow cells"
-	@$(env) $(bin)/nbdev-test $(two_pages) --skip-file-re '^[_.0-9]' --flags "slow $(device)"
+	@$(quick_xla) $(bin)/nbdev-test $(two_pages) --skip-file-re '^[_.0-9]' --flags "slow $(device)"
 
 # Parts of about the same length by the seconds in dev/durations.json, which are renewed by
 # make test-all ARGS="--store-durations --durations-path dev/durations.json"
