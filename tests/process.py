@@ -37,7 +37,8 @@ from xtts_nb.config import XTTSConfig
 small = XTTSConfig.tiny(64).replace(
     model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
            'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'batch_size': 8, 'buckets': 1},
-    training={'gpt': {'warmup_steps': 1, 'log_every': 4}, 'dvae': {'steps': 20, 'batch_size': 1}})
+    training={'gpt': {'warmup_steps': 1, 'log_every': 4},
+              'dvae': {'steps': 20, 'batch_size': 1, 'mode': 'eager'}})
 XTTSConfig.tiny = XTTSConfig.xtts_v2 = classmethod(lambda cls: small)
 demo._run_demo = partial(demo._run_demo, pairs=2, rounds=1)
 bench_data._bench_loaders = partial(bench_data._bench_loaders, seconds=0.2)

@@ -28,9 +28,8 @@ def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
         x = tf.fill((3,), tf.strings.to_number(tf.io.read_file(name)))
         return x, x[:1]
     make_model = lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    files, model, optimizer = tf.data.Dataset.list_files(str(tmp_path / '*.txt'),
-                                                         shuffle=False), make_model(), \
-        keras.optimizers.Adam()
+    files = tf.data.Dataset.list_files(str(tmp_path / '*.txt'), shuffle=False)
+    model, optimizer = make_model(), keras.optimizers.Adam()
     model.compile('adam', 'mse')
     optimizer.build(model.trainable_variables)
     names = dict(files=files, load=load, dataset=files.map(load).batch(4), model=model, optimizer=optimizer,
@@ -87,7 +86,7 @@ def test_the_commands_of_the_guides(corpus, mini, cheap, ran, tmp_path, monkeypa
     Path('fa.txt').write_text('سگ پیر\nقایق\n', encoding='utf-8')
     Path('train.py').write_text('import keras, numpy as np\nx = np.ones((64, 3))\nmodel = keras.Sequential('
                                 '[keras.layers.Dense(1)])\nmodel.compile("sgd", "mse")\nmodel.fit(x, x, 8)\n')
-    Path('small.yaml').write_text(mini.replace(training={'dvae': {'steps': 20}}).to_yaml())
+    Path('small.yaml').write_text(mini.replace(training={'dvae': {'steps': 20, 'mode': 'eager'}}).to_yaml())
     done, said = [], {page: commands_of(page) for page in PAGES}
     assert {page: len(lines) for page, lines in said.items()} == PAGES
     for words in (words for lines in said.values() for words in lines):

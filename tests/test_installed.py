@@ -34,7 +34,8 @@ for line in sys.argv[1:]:
 
 def test_prepare_train_and_say(installed, corpus, mini, tmp_path):
     "In one process, since TensorFlow starts longer than the commands run; the script shows its help."
-    config = mini.replace(training={'gpt': {'steps': 2, 'warmup_steps': 0}, 'dvae': {'steps': 2}})
+    config = mini.replace(training={'gpt': {'steps': 2, 'warmup_steps': 0},
+                                    'dvae': {'steps': 2, 'mode': 'eager'}})
     (tmp_path / 'tiny.yaml').write_text(config.to_yaml())
     said = there(installed, 'python', '-c', COMMANDS,
                  f'prepare {corpus} --out cache --config tiny.yaml', 'train --data cache --run run',

@@ -54,7 +54,7 @@ def test_a_user_without_a_home_or_with_one_that_is_read_only(folders):
 def test_a_user_without_a_home_trains_and_speaks(folders, mini, cheap_xla):
     "And leaves nothing beside the folders that it names, where XLA compiles the model of the tests too."
     before = tree(folders)
-    few = mini.replace(training={'gpt': {'mode': 'auto'}, 'dvae': {'steps': 2}})
+    few = mini.replace(training={'gpt': {'mode': 'auto'}, 'dvae': {'steps': 2, 'mode': 'eager'}})
     (folders / 'mine/few.yaml').write_text(few.to_yaml())
     voice = next((folders / 'corpus').rglob('*.wav')).relative_to(folders)
     for line in ('prepare corpus --out mine/cache --config mine/few.yaml',
