@@ -95,8 +95,7 @@ def imported(source: str, here: str) -> set[str]:
 
 def test_imports_follow_the_order_of_the_rooms_without_a_circle():
     assert imported('from .audio import mel\nfrom .. import bench\ndef f(): from ..models.gpt import GPT',
-                    'data.cache') \
-        == {'data.audio', 'bench', 'models.gpt'}
+                    'data.cache') == {'data.audio', 'bench', 'models.gpt'}
     needs = {name: imported(path.read_text(encoding='utf-8'), name) for name, path in MODULES.items()}
     for name, others in needs.items():
         assert not [m for m in others if ORDER.index(room(m)) > ORDER.index(room(name))], name

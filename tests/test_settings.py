@@ -26,8 +26,7 @@ from xtts_nb.settings import flat
 from xtts_nb.train.runs import new_run, open_cache
 from xtts_nb.speech.generate import Speaker, _reference_mels, _sample_code, _speaker_vector
 from xtts_nb.train.trainer import _epochs_to_steps, Trainer
-from xtts_nb.train.parts import (
-    _Bank, _Crops, _DecoderUpdate, Windows, _window_samples)
+from xtts_nb.train.parts import _Bank, _Crops, _DecoderUpdate, Windows, _window_samples
 
 WAV = synthetic_voice(2.)
 

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from process import tree
-from xtts_nb.app.download import (
-    _SOURCES, _Source, _file, download)
+from xtts_nb.app.download import _SOURCES, _Source, _file, download
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import read_corpus
 

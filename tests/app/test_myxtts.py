@@ -4,9 +4,8 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.app.myxtts import (
-    ABSENT_SETTINGS, THEIR_OPTIONS, THEIR_SETTINGS, TFNativeDataLoader,
-    apply_aggressive_prefetching, configure_tensorflow_for_max_throughput,
-    create_parallel_interleave_dataset, optimize_dataset_pipeline,
+    ABSENT_SETTINGS, THEIR_OPTIONS, THEIR_SETTINGS, TFNativeDataLoader, apply_aggressive_prefetching,
+    configure_tensorflow_for_max_throughput, create_parallel_interleave_dataset, optimize_dataset_pipeline,
     our_keys, our_options, print_optimization_summary)
 from xtts_nb.settings import config_diff, nested
 from xtts_nb.config import UserError, XTTSConfig

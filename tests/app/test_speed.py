@@ -5,8 +5,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.app import bench_config
-from xtts_nb.app.bench_data import (
-    check_equal, readers)
+from xtts_nb.app.bench_data import check_equal, readers
 from xtts_nb.app.bench_service import _load_row, _load_speaker, _service_load
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan

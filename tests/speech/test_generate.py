@@ -15,8 +15,7 @@ from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.config import AudioConfig, UserError
 from xtts_nb.models.gpt import GPT
 from xtts_nb.speech.generate import (
-    Sampling, Speaker, generate, piece_seeds, _read_reference,
-    _reference_mels, _sample_code)
+    Sampling, Speaker, generate, piece_seeds, _read_reference, _reference_mels, _sample_code)
 from xtts_nb.speech.guard import _retry_sampling
 from xtts_nb.speech.voices import Voice
 

@@ -8,8 +8,7 @@ import tensorflow as tf
 
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS
-from xtts_nb.speech.listen import (
-    Listener, _spoken_distance, words_heard)
+from xtts_nb.speech.listen import Listener, _spoken_distance, words_heard
 from xtts_nb.train import runs
 from xtts_nb.train.finetune import _make_update
 from xtts_nb.train.runs import export_run, new_run, _resume_run
@@ -64,8 +63,7 @@ def test_either_score_decides(prepared, quick, tmp_path, monkeypatch, judge, bes
               6: {'val_loss': 1., 'val_dtw': 3.}}
     monkeypatch.setattr(runs, 'Trainer', Cheap)
     run = new_run(prepared, quick.replace(training={'gpt': {'judge_by': judge, 'patience': 1}}),
-                  tmp_path / 'run',
-                  ['low-0', 'high-0'])
+                  tmp_path / 'run', ['low-0', 'high-0'])
     monkeypatch.setattr(run, 'validate', lambda: looked[run.step])
     assert run.fit()['steps'] == steps and run.best == {'step': best, **looked[best]}
 

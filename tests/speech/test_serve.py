@@ -26,9 +26,7 @@ from xtts_nb.data.text import train_tokenizer
 from xtts_nb.speech import serve as serving
 from xtts_nb.speech.generate import Sampling, Speaker
 from xtts_nb.speech.voices import Voice
-from xtts_nb.speech.serve import (
-    Encoder, _FORMATS, serve, _SPEECH, _speech_app, SpeechService,
-    VoiceFolder)
+from xtts_nb.speech.serve import Encoder, _FORMATS, serve, _SPEECH, _speech_app, SpeechService, VoiceFolder
 from xtts_nb.speech.stream import EngineClosed
 from xtts_nb.speech.voices import load_voice, remove_voice, _save_voice, voice_model
 

@@ -151,9 +151,7 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, t
     for settings in (eager, lora):
         assert _base_config(tmp_path, settings) == settings.replace(model={'gpt': {'num_layers': 3}})
     assert _base_config(None, eager) is eager
-    pytest.raises(UserError, _base_config, None,
-                  lora).match('training.gpt.finetune lora needs a model to begin '
-                                                             'from')
+    pytest.raises(UserError, _base_config, None, lora).match('finetune lora needs a model to begin from')
 
 @pytest.mark.parametrize('inside, found', [
     (None, {}), (['plan'], {}), (['lock', 'mels.npy', 'config.yaml', f'plan.0123abcd{_PART}'], {}),

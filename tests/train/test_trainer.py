@@ -37,8 +37,7 @@ def streamed(prepared, config) -> Cheap:
 def test_an_extended_run_continues_from_its_rate(cheap, prepared, mini, tmp_path):
     "In one go or resumed, the same to the bit."
     config = lambda steps: mini.replace(training={'gpt': {'schedule': 'cosine', 'steps': steps,
-                                                          'learning_rate': 1.,
-                                                  'log_every': 1}})
+                                                          'learning_rate': 1., 'log_every': 1}})
     one, two = tmp_path / 'one', tmp_path / 'two'
     new_run(prepared, config(10), one).fit()
     shutil.copytree(one, two)
