@@ -264,7 +264,7 @@ def test_what_a_killed_run_left_half_written_goes(cheap, prepared, mini, tmp_pat
 
 @pytest.mark.slow
 def test_killed_and_resumed_to_the_bit(prepared, mini, tmp_path, kernels):
-    "Under XLA, before the first checkpoint and at a random moment; what is kept of XLA's changes nothing."
+    "Under XLA, before the first checkpoint and at a random moment; programs that are kept change nothing."
     seed = time.time_ns()
     draw, run, whole = random.Random(seed), tmp_path / 'run', tmp_path / 'whole'
     print('seed', seed)
