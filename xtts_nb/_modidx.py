@@ -3303,7 +3303,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'xtts_nb.train.runs._listener': ('train/runs.html#_listener', 'xtts_nb/train/runs.py'),
                                     'xtts_nb.train.runs._load_base': ('train/runs.html#_load_base', 'xtts_nb/train/runs.py'),
                                     'xtts_nb.train.runs._origin': ('train/runs.html#_origin', 'xtts_nb/train/runs.py'),
-                                    'xtts_nb.train.runs._resume_run': ('train/runs.html#_resume_run', 'xtts_nb/train/runs.py'),
                                     'xtts_nb.train.runs._run_facts': ('train/runs.html#_run_facts', 'xtts_nb/train/runs.py'),
                                     'xtts_nb.train.runs._shared_shapes': ('train/runs.html#_shared_shapes', 'xtts_nb/train/runs.py'),
                                     'xtts_nb.train.runs._validation': ('train/runs.html#_validation', 'xtts_nb/train/runs.py'),

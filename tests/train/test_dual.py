@@ -25,7 +25,7 @@ from xtts_nb.train.dual import (
     Feed, Pipeline, PipelineClosed, Span, by_stage, dual_trainer, finish_batch, overlap,
     _pipeline_rows, pipeline_table, run_feed, sound_batches, _stage_rows, _steady_period)
 from xtts_nb.train.profile import device_placement, placement_summary
-from xtts_nb.train.runs import new_run, _resume_run
+from xtts_nb.train.runs import new_run
 
 ONE = _DevicePlan({}, 'CPU:0', 'CPU:0')
 
@@ -286,7 +286,7 @@ def test_two_devices_train_as_one_does_and_the_other_continues(runtime, tmp_path
     wanted = {'CPU:0': ('DVAE of the data device', 'stage data'),
               'CPU:1': ('model', 'optimizer', 'stage copy')}
     assert where >= {(name, device) for device, names in wanted.items() for name in names}, where
-    again = _resume_run(tmp_path / 'two', **feed())
+    again = new_run(runtime, config, tmp_path / 'two', [runtime.clips[0]['id']], **feed())
     assert again.step == 4
     resumed, straight = again.fit(), one.fit()
     assert again.last_losses == one.last_losses and resumed['best'] == straight['best']

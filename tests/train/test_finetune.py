@@ -29,13 +29,14 @@ from xtts_nb.models.xtts import _POLICIES, XTTS
 from xtts_nb.records import recorded
 from xtts_nb.sampler import GPU
 from xtts_nb.train import finetune
+from xtts_nb.train.begin import begin
 from xtts_nb.train.finetune import (
     _activation_count, _check_memory, _DerivedWeights, _find_batch_size, find_learning_rate, _free_memory,
     grow,
     _grow_tokenizer, _low_rank_parts, _make_update, _memory_budget, _MEMORY_ERROR, memory_needs,
     _memory_settings,
     _new_rows, parameter_counts, plot_learning_rate, read_texts, _row_parts, _run_trial, _trainable_count)
-from xtts_nb.train.runs import export_run, new_run, _resume_run
+from xtts_nb.train.runs import export_run, new_run
 from xtts_nb.train.step import compile_step, random_batch, token_counts, Update
 from xtts_nb.train.trainer import checkpoints
 
@@ -269,7 +270,8 @@ def done(mini, base, persian, tmp_path_factory):
 @pytest.mark.parametrize('kind', ['lora', 'rows'])
 def test_a_stopped_run_is_resumed_to_the_bit(done, mini, base, persian, tmp_path, kind):
     new_run(persian, settings(mini, kind), tmp_path / 'run', base=base, feed=read_eagerly).fit(steps=2)
-    again = _resume_run(tmp_path / 'run', feed=read_eagerly)
+    again = begin(run=tmp_path / 'run')
+    again.feed = read_eagerly
     assert again.step == 2 and again.training.finetune == kind
     again.fit()
     left = [[p.read_bytes() for p in (run / 'model.safetensors', checkpoints(run / 'checkpoints')[-1])]
@@ -314,9 +316,9 @@ def test_a_base_that_has_changed_or_gone_is_named(mini, base, persian, tmp_path)
     grown = XTTS.load(tmp_path / 'base')
     grown.gpt.final_norm.beta.assign_add(np.ones(64))
     grown.save(tmp_path / 'base')
-    with pytest.raises(UserError, match='as it was then'): _resume_run(tmp_path / 'run')
+    with pytest.raises(UserError, match='as it was then'): begin(run=tmp_path / 'run')
     shutil.rmtree(tmp_path / 'base')
-    with pytest.raises(UserError, match='which is gone'): _resume_run(tmp_path / 'run')
+    with pytest.raises(UserError, match='which is gone'): begin(run=tmp_path / 'run')
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -111,7 +111,8 @@ def settings_for(
     file = next(iter(config), None)
     layers = layers_of(gpu_preset, optimization_level, options)
     resolved = resolve(begun, origin, config | layers, file, say)
-    base = base or facts.get('base')
+    if not base and (base := facts.get('base')) and not (Path(base) / 'model.safetensors').is_file():
+        raise UserError(f'{run}: began from the model in {base}, which is gone; put it back there.')
     resolved = _with_rates(resolved, base, origin, file, bool(facts), say)
     if cache: _check_prepared(cache, begun, resolved.config, layers['options'])
     return _Request(resolved, facts, cache, base and Path(base))

@@ -405,21 +405,6 @@ def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin
         mixed = f'older clips in {known["mix"]}, {what} {known[key]}' if old else 'no older clips'
         raise UserError(f'{run}: was trained with {mixed}; give the same or choose another folder.')
 
-def _resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of `Trainer`
-    "The trainer of an existing run; raises `UserError` if there is none."
-    run = Path(run)
-    if not (run / 'run.json').is_file():
-        raise UserError(f'{run}: holds no run; begin one with xtts-nb train --data CACHE --run {run}.')
-    facts, config = _run_facts(run), XTTSConfig.load(run / 'config.yaml')
-    base = facts.get('base')
-    if base and not (Path(base) / 'model.safetensors').is_file():
-        raise UserError(f'{run}: began from the model in {base}, which is gone; put it back there.')
-    cache = open_cache(facts['cache'], config)
-    val = open_cache(facts['val'], config, cache) if 'val' in facts else None
-    mix = _Mix(open_cache(facts['mix'], config, cache), facts['mix_held_out'], facts['mix_share']) \
-        if 'mix' in facts else None
-    return new_run(cache, config, run, facts['held_out'], base, val, mix=mix, **where)
-
 # %% ../../nbs/train/runs.ipynb #97ee66f6
 def export_run(
     run: str | Path,
