@@ -140,6 +140,8 @@ class _Replicas:
         self.evaluate_steps = compiled(lambda u: u.evaluate)
 
     def __getattr__(self, name): return getattr(self.updates[0], name)   # the same on every device
+    def __call__(self, batch, number): return distributed_train_step(self, batch, number)
+    def evaluate(self, batch): return distributed_validation_step(self, batch)
 
     @contextmanager
     def as_trained(self):
@@ -257,17 +259,14 @@ class _DistributedTrainer(Trainer):
         listen = None if copies.worker else listen
         super().__init__(xtts, plans[0], run, plans[1], copies, feed, listen=listen)
         self.last_vote = tf.constant(0.)
-        self.compile()
         self.votes = tf.function(lambda vote: copies.all_reduce(lambda i: vote)[0])
         self.bit_sums = tf.function(lambda: _all_bit_sums(copies))
         self._begin_as_first()
 
-    def compile(self):
-        "Compile what all workers do together; only the parts on a device are compiled by XLA."
+    def compiled(self, step):
+        "`step`, which all workers do together, without XLA: it compiles only the parts on a device."
         mode = 'eager' if self.training.mode == 'eager' else 'graph'
-        graph = self.training.model_copy(update={'mode': mode})
-        self.train_step = compile_step(partial(distributed_train_step, self.copies), graph)
-        self.evaluate = compile_step(partial(distributed_validation_step, self.copies), graph)
+        return compile_step(step, self.training.model_copy(update={'mode': mode}))
 
     def place(self, batch): return _to_device(batch) if len(self.copies.devices) == 1 else batch
 

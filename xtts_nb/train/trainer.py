@@ -315,7 +315,7 @@ class Trainer:
         self.training, self.optimizer = self.update.training, self.update.optimizer
         self.train_step = self.compiled_step()
         self.rate = tf.function(lambda: self.optimizer.learning_rate)   # eagerly it would fetch
-        self.evaluate = compile_step(self.update.evaluate, self.training)
+        self.evaluate = self.compiled(self.update.evaluate)
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
         self._length = {'steps': self.training.steps}
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
@@ -338,7 +338,11 @@ class Trainer:
         "The step in the mode of the training section; an `Update` is compiled as it is."
         own = type(self).custom_train_step is not Trainer.custom_train_step
         plain = isinstance(self.update, Update) and not own
-        return compile_step(self.update if plain else self.custom_train_step, self.training)
+        return self.compiled(self.update if plain else self.custom_train_step)
+
+    def compiled(self, step):
+        "`step` in the mode of the training section."
+        return compile_step(step, self.training)
 
     @contextmanager
     def as_trained(self):
