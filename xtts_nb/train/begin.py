@@ -295,7 +295,8 @@ def begin(
     on_device, config = bool(gpus or ring), settings.config
     prepare = partial(_corpus_cache, say=say, tell=tell)
     if on_device and not cache: config = _without_codes(config)
-    cache = open_cache(cache.folder if cache else prepare(data, config, base), config)
+    if not cache: cache = Cache(prepare(data, config, base), in_memory=False)
+    cache.read(config.data.ram_budget)
     _check_made_for(cache, config)   # before the memory is checked: that needs a model that can be trained
     make, replicas = _one_or_all(make, replicas, config, cache, 'mix' in facts, say)
     feed = _feed(cache, config, devices, on_device, ring or 3, say)
