@@ -482,8 +482,8 @@ def _bench_dual(
 ):
     "Batches per second with sequential and overlapped stages, against the rate of the slowest stage."
     from xtts_nb.config import UserError
-    from xtts_nb.train.dual import _bench_feed, pipeline_table
-    gpus, ring = _gpus(ctx.params), buffer_size or 3
+    from xtts_nb.train.dual import _bench_feed, pipeline_table, _RING
+    gpus, ring = _gpus(ctx.params), buffer_size or _RING
     if gpus and not data:
         raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
                         'or no GPUs.')

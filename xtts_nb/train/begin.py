@@ -23,7 +23,7 @@ from xtts_nb.settings import (
     check_used, config_diff, flat, layers_of, nested, _RATE_KEYS, rates, _Resolved, resolve, _SMALL,
     usual_rates)
 from .caches import _corpus_cache, _is_corpus, silent
-from .dual import _check_no_codes, Feed
+from .dual import _check_no_codes, Feed, _RING
 from .finetune import (
     _check_memory, _compute_capability, _find_batch_size, _free_memory, _new_rows)
 from .runs import (
@@ -144,10 +144,11 @@ def _one_or_all(make: Callable, replicas: int, config, cache, mixed: bool, say) 
     say(f'Each of {replicas} GPUs computes its share of every batch.')
     return make, replicas
 
-def _feed(cache: Cache, config: XTTSConfig, devices: _DevicePlan, on_device: bool, ring: int, say) -> dict:
+def _feed(cache: Cache, config: XTTSConfig, devices: _DevicePlan, on_device: bool, ring: int | None,
+          say) -> dict:
     "Where the batches of a runtime cache are made; empty if codes are prepared and no GPU was requested."
     if _in_cluster() or ('codes' in cache.manifest['stored'] and not on_device): return {}
-    feed = Feed(cache, config, devices, ring)
+    feed = Feed(cache, config, devices, ring or _RING)
     limits = [f'GPU {card}: {" and ".join(map(str, parts))} MiB.'
               for card, parts in devices.limits.items() if parts]
     for line in (devices.line, *limits): say(line)
@@ -299,7 +300,7 @@ def begin(
     cache.read(config.data.ram_budget)
     _check_made_for(cache, config)   # before the memory is checked: that needs a model that can be trained
     make, replicas = _one_or_all(make, replicas, config, cache, 'mix' in facts, say)
-    feed = _feed(cache, config, devices, on_device, ring or 3, say)
+    feed = _feed(cache, config, devices, on_device, ring, say)
     older = _mix(mix, mix_share, val, facts, config, cache, bool(feed), say, tell)
     largest = largest_batch(cache, config, base, older)
     config = _in_memory(config, largest, fit_memory, devices, replicas, say, tell)

@@ -198,9 +198,11 @@ class _Ring:
             self.changed.notify_all()
 
 # %% ../../nbs/40_dual_gpu.ipynb #85698196
+_RING = 3   # batches before the model, unless a caller wants another number
+
 class Pipeline(Batches):
     "Batches of `source` after all `stages`, each stage in its own thread; use it in a `with`, or close it."
-    def __init__(self, source: Iterable, stages: dict[str, Callable], ring: int = 3, between: int = 2,
+    def __init__(self, source: Iterable, stages: dict[str, Callable], ring: int = _RING, between: int = 2,
                  max_spans: int = 10_000):
         super().__init__(max_spans)
         source = iter(source)
@@ -310,7 +312,7 @@ class Feed:
         cache: Cache,
         config: XTTSConfig,
         devices: _DevicePlan,
-        ring: int = 3,          # batches on the model's device; 1, the one in use, without `prefetch_to_gpu`
+        ring: int = _RING,      # batches on the model's device; 1, the one in use, without `prefetch_to_gpu`
         threads: bool = True,   # False: one stage after the other, as a baseline
     ):
         _check_no_codes(cache)

@@ -26,7 +26,7 @@ from ..devices import _DevicePlan, setup_devices
 from ..files import atomic_file, named_weights
 from ..monitor.loop import time_phases
 from ..records import _device_name
-from .dual import dual_trainer, overlap, plot_timeline, run_feed, _stage_rows
+from .dual import dual_trainer, overlap, plot_timeline, _RING, run_feed, _stage_rows
 from .step import compile_step, token_counts, token_losses, total_loss, Update
 from .trainer import Trainer
 
@@ -331,7 +331,7 @@ def _profile_dual(
     data: str | Path,                     # a runtime cache
     out: str | Path = 'dual.png',         # the picture
     steps: int = 30,
-    ring: int = 3,                        # batches before the model
+    ring: int = _RING,                    # batches before the model
     devices: _DevicePlan | None = None,    # default: two of `setup_devices`
 ) -> dict:   # rows, picture, verdict, wall, work, rate, model_wait_share, ring_max, losses
     "The work of each stage, as rows and as a timeline; call it before TensorFlow runs anything."
