@@ -49,7 +49,7 @@ def test_the_plan_of_a_large_corpus_is_made_once(prepared, eager, tmp_path, monk
 
 @pytest.mark.parametrize('wanted, said', [
     (dict(mix=_Mix(None), feed='f'), 'one device'), (dict(mix=_Mix(None), make='m'), 'one device'),
-    (dict(val=SimpleNamespace(folder='other'), held_out=['a']), 'other')])
+    (dict(val_cache=SimpleNamespace(folder='other'), held_out=['a']), 'other')])
 def test_what_does_not_go_together_is_refused(prepared, eager, wanted, said):
     with pytest.raises(UserError, match=said): new_run(prepared, eager, None, **wanted)
     with pytest.raises(UserError, match='share of 1'): _Replay(None, None, 1)
@@ -181,12 +181,13 @@ def test_who_looks_and_who_listens(prepared, eager):
     settings = eager.replace(training={'gpt': {'grad_accum_steps': 2, 'eval_clips': 1}})
     run = new_run(prepared, settings, None, ['low-0', 'high-0'])
     assert run.run is None and isinstance(run.listen, Listener)
-    assert (run.held_out.data.batch_size, len(run.held_out.shapes), run.held_out.fixed) == (2, 1, True)
-    assert type(run.held_out.data.batch_size) is int and run.held_out.count.sum() == 2 and not run.plan.fixed
+    plan = run.validation
+    assert (plan.data.batch_size, len(plan.shapes), plan.fixed, plan.count.sum()) == (2, 1, True, 2)
+    assert type(plan.data.batch_size) is int and not run.plan.fixed
     for held, changes in (([], {}), (['low-0'], {'validate_every': 0})):
         silent = new_run(prepared, settings.replace(training={'gpt': changes | {'eval_clips': 0}}), None,
                          held)
-        assert silent.held_out is silent.listen is None
+        assert silent.validation is silent.listen is None
         with pytest.raises(UserError, match='there is nothing to listen to'):
             new_run(prepared, settings.replace(training={'gpt': changes}), None, held)
 
@@ -255,13 +256,13 @@ def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, 
 
 def test_validation_on_a_cache_of_its_own(cheap, prepared, second, other, mini, tmp_path):
     config = mini.replace(training={'gpt': {'validate_every': 2, 'steps': 2}})
-    run = new_run(prepared, config, tmp_path / 'run', val=second)
-    assert run.held_out.cache is second and run.held_out.count.sum() == 4
+    run = new_run(prepared, config, tmp_path / 'run', val_cache=second)
+    assert run.validation.cache is second and run.validation.count.sum() == 4
     assert run.plan.count.sum() == len(prepared)
     run.fit()
     assert 'val_loss' in lines_of(tmp_path / 'run')[-1]
     again = begin(run=tmp_path / 'run')
-    assert again.held_out.cache.folder == second.folder and again.validate() == run.validate()
+    assert again.validation.cache.folder == second.folder and again.validate() == run.validate()
     for known in ({}, {'held_out': ['low-0']}, {'val': prepared}):
         with pytest.raises(UserError, match='choose another folder'):
             new_run(prepared, config, tmp_path / 'run', **known)
@@ -361,18 +362,18 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
         return (next(read_eagerly(plan.old if old else plan.plan, int(n), int(n) + 1)) for old, n in turns)
     trainer = start(mix)
     trainer.feed = feed
-    assert trainer.old.count.sum() == trainer.held_out.count.sum() == 1
+    assert trainer.old_validation.count.sum() == trainer.validation.count.sum() == 1
     # what is held out of one of the two is read from neither
     assert trainer.plan.old.count.sum() == trainer.plan.count.sum() == len(prepared) - 2
-    before = trainer._means_of(trainer.old)['loss']
+    before = trainer._means_of(trainer.old_validation)['loss']
     trainer.fit()
     log = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
     assert log[0] == {'step': 0, 'val_old_loss': before}
-    after = trainer._means_of(trainer.old)['loss']
+    after = trainer._means_of(trainer.old_validation)['loss']
     assert log[-1]['val_old_loss'] == pytest.approx(after) != before and log[-1]['val_loss'] != after
     again = begin(run=tmp_path / 'run')
     again.feed = feed
-    assert again.plan.share == .5 and again.old.count.sum() == 1 and again.step == 2
+    assert again.plan.share == .5 and again.old_validation.count.sum() == 1 and again.step == 2
     again.training = again.training.model_copy(update={'validate_every': 0})   # the end is measured still
     again.fit(3)
     log = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]

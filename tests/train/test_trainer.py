@@ -141,7 +141,7 @@ def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_pat
     assert run.validate() == seen == run.validated and trace_count(run.evaluate) == 1
     assert {k for k in seen if 'loss' not in k} == {'val_stop', 'val_stop_short', 'val_never'}
     clips = [b['clip'].numpy()[b['weight'].numpy() > 0]
-             for b in read_eagerly(run.held_out, 0, run.held_out.steps_per_epoch)]
+             for b in read_eagerly(run.validation, 0, run.validation.steps_per_epoch)]
     assert sorted(prepared.clips[i]['id'] for i in np.concatenate(clips)) == sorted(HELD)
     config = config.replace(data={'batch_size': 4},
                             training={'gpt': {'text_loss_weight': 0.5, 'mode': 'eager'}})

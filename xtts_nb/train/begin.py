@@ -232,8 +232,8 @@ def _in_memory(config, largest: tuple, fit: bool, devices: _DevicePlan, replicas
     if fit: config = _fit_batch(config, largest, None, say, tell)[0]
     codes, text, runs = largest
     rows = max(config.training.gpt.grad_accum_steps, config.data.batch_size // replicas)
-    share = config.replace(data={'batch_size': rows}) if replicas > 1 else config
-    say(_check_memory(share, codes, text, sum(b - a for a, b in runs), _free_memory(devices)))
+    on_each = config.replace(data={'batch_size': rows}) if replicas > 1 else config
+    say(_check_memory(on_each, codes, text, sum(b - a for a, b in runs), _free_memory(devices)))
     return config
 
 def _check_fit(gpus: dict):

@@ -247,14 +247,14 @@ def _check_alike(copies: _Replicas, *facts):
 # %% ../../nbs/train/distributed.ipynb #eb9a36f2
 class _DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
-    def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, held_out: BatchPlan | None = None,
+    def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, validation: BatchPlan | None = None,
                  update: Update | None = None, *, strategy, listen=None):
         update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training.gpt, plan))
         copies = self.copies = _Replicas(update, xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
         _check_alike(copies, xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
         share = partial(Share, worker=copies.worker, workers=copies.workers, to_gpu=len(copies.devices) == 1)
-        plans = [share(some) if some else None for some in (plan, held_out)]
+        plans = [share(some) if some else None for some in (plan, validation)]
         feed = _code_feed(xtts.config, copies.devices, [*filter(None, plans)])
         listen = None if copies.worker else listen
         super().__init__(xtts, plans[0], run, plans[1], copies, feed, listen=listen)

@@ -231,8 +231,8 @@ class _AdapterUpdate(Update):
     def state(self) -> dict:
         return {f'{self.training.finetune}/{v.name}': v for v in self.weights} | self.variables
 
-    def share(self, batch, seed, counts):
-        with _DerivedWeights(self.parts): return super().share(batch, seed, counts)
+    def gradients_of(self, batch, seed, counts):
+        with _DerivedWeights(self.parts): return super().gradients_of(batch, seed, counts)
 
     @contextmanager
     def as_trained(self):

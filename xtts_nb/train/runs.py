@@ -210,7 +210,7 @@ def _with_older(
     plan = _Replay(BatchPlan(cache, data, np.flatnonzero(~left_out), keep, encoder, shapes=shapes),
                   BatchPlan(old, data, np.flatnonzero(~old_left_out), None, old_encoder, shapes=shapes),
                   mix.share)
-    return plan, {'old': _fixed(old, config, old_out, old_encoder)} if old_out.any() else {}
+    return plan, {'old_validation': _fixed(old, config, old_out, old_encoder)} if old_out.any() else {}
 
 # %% ../../nbs/train/runs.ipynb #cdd4f009
 _COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'decoder': 'train-decoder'}   # part -> its command
@@ -243,7 +243,7 @@ def new_run(
     run: str | Path | None,      # folder; None: nothing is saved
     held_out: list[str] = (),    # ids of clips to keep out of training
     base: str | Path | None = None,   # folder of a model to begin from
-    val: Cache | None = None,    # another cache to validate on
+    val_cache: Cache | None = None,   # another cache to validate on
     mix: _Mix | None = None,      # older clips to train on as well
     make=None,                   # called with the arguments of `Trainer`; default: `Trainer`
     **where,                     # `feed` and `device` of `Trainer`
@@ -251,15 +251,15 @@ def new_run(
     "A trainer that saves its state in `run` and resumes from it; raises `UserError` if that is another run."
     run = run and Path(run)
     config = _base_config(base, config)
-    if val and held_out:
-        raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give '
+    if val_cache and held_out:
+        raise UserError(f'{run}: clips held out and {val_cache.folder} cannot both be validated on; give '
                         'one of them.')
     if mix and (make or 'feed' in where):
         raise UserError(f'{run}: older clips can be mixed in only on one device; leave them out.')
-    caches = [part for part in (cache, val, mix and mix.cache) if part]
+    caches = [part for part in (cache, val_cache, mix and mix.cache) if part]
     for part in caches[1:]: _check_alike(cache, part)
     for part in caches: _check_made_for(part, config)
-    origin = _origin(base, val, mix)
+    origin = _origin(base, val_cache, mix)
     if run and (known := _run_facts(run)): _check_run(run, known, cache, held_out, origin)
     out = _held_out_mask(cache, held_out)
     for part in caches:
@@ -272,7 +272,7 @@ def new_run(
     encoder = None if 'feed' in where else _encoder(cache, config)
     if mix: plan, more = _with_older(cache, out, config, mix, plan_folder, encoder)
     else: plan, more = BatchPlan(cache, config.data, np.flatnonzero(~out), plan_folder, encoder), {}
-    if val: cache, out, encoder = val, np.ones(len(val), bool), _encoder(val, config)
+    if val_cache: cache, out, encoder = val_cache, np.ones(len(val_cache), bool), _encoder(val_cache, config)
     validation, listener = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
     listen = listener and listener(config.training.gpt.eval_clips)
     with _on_device(where.get('device')):
@@ -285,11 +285,12 @@ def new_run(
     return trainer
 
 # %% ../../nbs/train/runs.ipynb #e5b2c3d4
-def _origin(base: str | Path | None, val: Cache | None, mix: _Mix | None = None) -> dict:
+def _origin(base: str | Path | None, val_cache: Cache | None, mix: _Mix | None = None) -> dict:
     "The facts about the base model, the cache for validation and the older clips."
     base = base and Path(base).resolve()
     begun = {'base': str(base), 'base_sha': file_sha(base / 'model.safetensors')} if base else {}
-    begun |= {'val': str(val.folder.resolve()), 'val_key': val.manifest['key']} if val else {}
+    if val_cache:
+        begun |= {'val': str(val_cache.folder.resolve()), 'val_key': val_cache.manifest['key']}
     return begun | ({'mix': str(mix.cache.folder.resolve()), 'mix_key': mix.cache.manifest['key'],
                      'mix_share': mix.share, 'mix_held_out': sorted(mix.held_out)} if mix else {})
 
@@ -376,12 +377,12 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray):   # (number of clips) 
     return lambda count: Listener(xtts, cache, clips, count, encoder)
 
 # %% ../../nbs/train/runs.ipynb #1337b1c1
-def _check_alike(cache: Cache, val: Cache):
+def _check_alike(cache: Cache, other: Cache):
     "Raise `UserError` unless both caches were made with the same DVAE, tokenizer and mel settings."
     for kind in ARRAYS:
-        ours, theirs = (c.manifest['keys'][kind] for c in (cache, val))
+        ours, theirs = (c.manifest['keys'][kind] for c in (cache, other))
         if ours != theirs:
-            raise UserError(f'{val.folder}: its {kind} have the key {theirs}, those of {cache.folder} '
+            raise UserError(f'{other.folder}: its {kind} have the key {theirs}, those of {cache.folder} '
                             f'{ours}; prepare it again with xtts-nb prepare CORPUS --dvae {cache.folder}.')
 
 def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin: dict):

@@ -278,7 +278,7 @@ class Update:
 
 # %% ../../nbs/30_trainer_xla.ipynb #30d2e8f5
 @patch
-def share(self: Update, batch, seed, counts):
+def gradients_of(self: Update, batch, seed, counts):
     "Gradients and summed losses of some rows of an update with `counts` tokens."
     with tf.GradientTape() as tape:
         sums = token_losses(self.gpt, batch, seed)
@@ -291,11 +291,12 @@ def share(self: Update, batch, seed, counts):
 def gradients(self: Update, batch, number, counts, first: int | None = None):
     "The same of all rows, in `grad_accum_steps` parts; `first` is the number of this worker's first."
     seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.grad_accum_steps
-    if parts == 1: return self.share(batch, seed if first is None else _fold_seed(seed, first), counts)
+    if parts == 1: return self.gradients_of(batch, seed if first is None else _fold_seed(seed, first), counts)
     cut = {k: tf.reshape(v, (parts, v.shape[0] // parts, *v.shape[1:])) for k, v in batch.items()}
 
     def add(i, sums):
-        part = self.share({k: v[i] for k, v in cut.items()}, _fold_seed(seed, (first or 0) + i), counts)
+        rows = {k: v[i] for k, v in cut.items()}
+        part = self.gradients_of(rows, _fold_seed(seed, (first or 0) + i), counts)
         return i + 1, tf.nest.map_structure(tf.add, sums, part)
 
     losses = {name: tf.constant(0.) for name in ('text_loss', 'code_loss')}
