@@ -205,8 +205,8 @@ def singer(with_hifigan):
 @pytest.fixture(scope='session')
 def batch(prepared, small):
     "The first batch, of four clips."
-    from xtts_nb.data.native import BatchPlan, cached_batches
-    return next(iter(cached_batches(BatchPlan(prepared, small.data))))
+    from xtts_nb.data.native import BatchPlan
+    return next(iter(BatchPlan(prepared, small.data).stream()))
 
 
 @pytest.fixture(scope='session')

@@ -967,7 +967,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'xtts_nb.data.native.batches_of': ('data_tf_native.html#batches_of', 'xtts_nb/data/native.py'),
                                      'xtts_nb.data.native.bucket_of': ('data_tf_native.html#bucket_of', 'xtts_nb/data/native.py'),
                                      'xtts_nb.data.native.bucket_shapes': ('data_tf_native.html#bucket_shapes', 'xtts_nb/data/native.py'),
-                                     'xtts_nb.data.native.cached_batches': ('data_tf_native.html#cached_batches', 'xtts_nb/data/native.py'),
                                      'xtts_nb.data.native.speech_lengths': ( 'data_tf_native.html#speech_lengths',
                                                                              'xtts_nb/data/native.py')},
             'xtts_nb.data.pages': { 'xtts_nb.data.pages._corpus_page': ('data/pages.html#_corpus_page', 'xtts_nb/data/pages.py'),

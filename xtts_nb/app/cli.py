@@ -193,7 +193,7 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     settings = _load_settings(preset or 'tiny', config) if preset or config or not cache else cache.config
     if cache: cache.read(settings.data.ram_budget)
     start()
-    from xtts_nb.data.native import BatchPlan, cached_batches
+    from xtts_nb.data.native import BatchPlan
     from xtts_nb.files import check_results, has_keys, write_json
     from xtts_nb.models.gpt import GPT
     from xtts_nb.models.xtts import _POLICIES
@@ -203,7 +203,7 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
                   lambda: has_keys(folder / 'profile.json', 'ops', 'variables', 'unseen'))
     gpt, text_start, batches = settings.model.gpt, 1, None
     if cache:
-        batches, text_start = cached_batches(BatchPlan(cache, settings.data)), cache.tokenizer.start
+        batches, text_start = BatchPlan(cache, settings.data).stream(), cache.tokenizer.start
         batch = next(iter(batches))
     else:
         text_tokens = min(settings.data.max_text_tokens, gpt.max_text_tokens) // 2
