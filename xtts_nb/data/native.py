@@ -8,6 +8,7 @@ __all__ = ['bucket_shapes', 'bucket_of', 'speech_lengths', 'BatchPlan', 'WavRead
 # %% ../../nbs/10_data_tf_native.ipynb #e2354c9e
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,10 @@ from fastcore.basics import patch
 
 from ..config import DataConfig, ModelConfig, UserError
 from .audio import _check_native, decode_wav, log_mel
-from .cache import (
+from xtts_nb.data.cache import (
     ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, _InFiles, _InMemory, left_out_line,
-    _stored_columns, _within_limits)
-from ..files import fingerprint
+    _within_limits)
+from ..files import atomic_folder, _check_own, fingerprint, read_json, write_json
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47
 def _candidates(below: np.ndarray, most: int) -> np.ndarray:
@@ -114,6 +115,25 @@ def _shares(cache: Cache, data: DataConfig, clips: np.ndarray) -> np.ndarray:   
     "Cumulative probabilities of the clips if speakers or languages are balanced."
     if not (data.balance_speakers or data.balance_languages): return np.zeros(0)
     return cumulative_chances(np.ones(len(clips)), cache.speaker[clips], cache.language[clips], data)
+
+# %% ../../nbs/10_data_tf_native.ipynb #row0c1d8
+def _stored_columns(
+    folder: str | Path,
+    key: str,                  # fingerprint of what the columns depend on
+    make: Callable,            # () -> columns, called if `folder` has none with this key
+) -> dict[str, np.ndarray]:
+    "Columns of a folder, memory-mapped; made and written there if they are missing."
+    folder = Path(folder)
+    facts = read_json(folder / 'columns.json') if (folder / 'columns.json').is_file() else {}
+    if facts.get('key') != key:
+        own = {'columns.json', *facts.get('columns', ())}
+        with atomic_folder(folder, partial(_check_own, own=own.__contains__, what='a plan')) as part:
+            columns = make()
+            for name, array in columns.items(): array.tofile(part / name)
+            facts = {'key': key, 'columns': {name: [str(a.dtype), a.shape] for name, a in columns.items()}}
+            write_json(part / 'columns.json', facts)
+    return {name: np.memmap(folder / name, dtype, 'c', shape=tuple(shape)) if np.prod(shape)
+            else np.zeros(shape, dtype) for name, (dtype, shape) in facts['columns'].items()}
 
 # %% ../../nbs/10_data_tf_native.ipynb #d16ac9e6
 class BatchPlan:
