@@ -324,7 +324,7 @@ def _find_learning_rate(
     start()
     import tempfile
     from xtts_nb.train.begin import settings_for
-    from xtts_nb.train.finetune import _check_rates, find_learning_rate, plot_learning_rate
+    from xtts_nb.train.learning_rate import _check_rates, find_learning_rate, plot_learning_rate
     from xtts_nb.train.runs import new_run
     _check_rates(out)
     request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,

@@ -24,8 +24,8 @@ from xtts_nb.settings import (
     usual_rates)
 from .caches import _corpus_cache, _is_corpus, silent
 from .dual import _check_no_codes, Feed, _RING
-from .finetune import (
-    _check_memory, _compute_capability, _find_batch_size, _free_memory, _new_rows)
+from .finetune import _new_rows
+from .memory import _check_memory, _compute_capability, _find_batch_size, _free_memory
 from .runs import (
     _base_config, _check_made_for, held_out_share, _Mix, new_run, open_cache, _run_facts)
 from .trainer import Trainer
