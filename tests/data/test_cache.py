@@ -17,7 +17,8 @@ from xtts_nb.data.cache import (
     _verify_cache, _within_limits, _write_manifest, _write_shard, _write_table)
 from xtts_nb.data.corpora import _read_audio, read_corpus
 from xtts_nb.data.native import BatchPlan, WavReader, batches_of, _reader_of
-from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare, verify_and_fix_cache
+from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare
+from xtts_nb.data.repair import verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.models.dvae import load_dvae
 
