@@ -294,7 +294,7 @@ def toy(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as m:
         files = coqui_toy.tensors(coqui_toy.config())
         m.setattr(convert, '_read_pth', lambda path: files[path.name])
-        convert._from_coqui(there, out)
+        convert.from_coqui(there, out)
     return out
 
 

@@ -108,8 +108,8 @@ def _convert_from_coqui(
     out: argument(Path, 'A new folder for the model.'),
 ):
     "Convert a checkpoint of coqui-tts into a model; no code in it is run."
-    from xtts_nb.models.convert import _from_coqui
-    with progress() as tell: result = _from_coqui(folder, out, partial(tell, 'write the tensors'))
+    from xtts_nb.models.convert import from_coqui
+    with progress() as tell: result = from_coqui(folder, out, partial(tell, 'write the tensors'))
     text = f'{out}: {result["tensors"]} tensors, {result["text_tokens"]} text tokens'
     return result | {'out': str(out)}, text
 
@@ -119,10 +119,10 @@ def _convert_to_coqui(
     folder: _ModelFolder,
 ):
     "Write a model as files that coqui-tts loads."
-    from xtts_nb.models.convert import _to_coqui
+    from xtts_nb.models.convert import to_coqui
     with progress() as tell:
         tell('write the tensors', 0, 1)
-        result = _to_coqui(folder, out)
+        result = to_coqui(folder, out)
         tell('write the tensors', 1, 1)
     return result | {'out': str(out)}, f'{out}: {result["tensors"]} tensors'
 
