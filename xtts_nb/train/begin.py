@@ -98,7 +98,7 @@ def settings_for(
     say: Callable = print,
     **options,                        # by short name or key, as of `option_keys`
 ) -> _Request:
-    "The settings of a training, and where the value of each key comes from."
+    "Resolve the settings of a training and where each value comes from; `UserError` for a refused one."
     run, data = run and Path(run), data and Path(data)
     facts = _run_facts(run) if run else {}   # refuses a folder that holds something else
     folder = None if _is_corpus(data) else data or facts.get('cache')
@@ -190,7 +190,7 @@ def with_validation(
     steps: int | None = None,    # of the training; default: as configured
     updates: int | None = None,  # in all, where epochs say how long
 ) -> XTTSConfig:
-    "Settings with the steps of a part's training, if given; held-out data turns validation on."
+    "Set the steps of a part's training, if given, and turn validation on if data are held out."
     if steps: config = config.replace(training={part: {'steps': steps}})
     training = getattr(config.training, part)
     if not val or training.validate_every: return config
@@ -210,7 +210,7 @@ def _with_interval(config: XTTSConfig, begun: XTTSConfig | None, val, cache) -> 
 # %% ../../nbs/train/begin.ipynb #b5eeb5af
 def largest_batch(cache: Cache, config: XTTSConfig, base: Path | None = None,
                   mix: _Mix | None = None) -> tuple:
-    "Codes and text tokens of the largest bucket, and the rows of new tokens that are trained."
+    "Return S and T of the largest bucket, and the ranges of the new tokens whose rows are trained."
     tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
     caches = [cache, mix.cache] if mix else [cache]
     shapes = [BatchPlan(part, config.data).shapes[-1] for part in caches]
@@ -281,7 +281,7 @@ def begin(
     tell: Callable = silent,             # receives progress: (stage, done, total, note)
     **options,                           # settings by short name (`steps`, `lr`, ...) or key; presets
 ) -> Trainer:
-    "A trainer of the GPT on a cache, or that of an existing run; in a cluster one of several workers."
+    "Make a trainer of the GPT on a cache, or resume a run; raises `UserError` for requests that do not fit."
     run = run and Path(run)
     _known_run(run, data, 'train: neither a cache nor a run is given',
               'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')

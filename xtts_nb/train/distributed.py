@@ -62,7 +62,7 @@ def _this_worker(resolver) -> tuple[int, int]:
 def setup_gpu_strategy(
     devices: list[str] | None = None,   # to work on; default: all GPUs
 ) -> tf.distribute.Strategy:
-    "Several machines if a resolver names them, else all GPUs, else one, else TensorFlow's default."
+    "Choose a strategy: several machines if a resolver names them, else all GPUs, else one, else the default."
     if resolver := _cluster_resolver():
         return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     devices = devices or card_names()
@@ -97,7 +97,7 @@ class Share:
 _WHOLE = 'whole_'   # prefix of the names of arrays that cover all rows
 
 class ShareReader:
-    "Step -> the rows of one worker; `whole_weight`, `whole_text_length`, `whole_code_length` cover all rows."
+    "Reads the rows of one worker; `whole_weight`, `whole_text_length`, `whole_code_length` (B,) cover all."
     def __init__(self, share: Share, own=None):   # reader of the worker's rows; default: `_reader_of`
         self.plan, self.own, cache = share.plan, own or _reader_of(share), share.cache
         self.lengths = {'text_length': Column(cache.text_length), 'code_length': Column(cache.codes_length)}
@@ -181,7 +181,7 @@ def _counts(replicas: _Replicas, batch: dict) -> dict:
     return token_counts(replicas.gpt, whole)
 
 def distributed_train_step(replicas: _Replicas, batch: dict, number) -> dict:
-    "(rows of this worker, number of the update) -> what `Update` gives for all rows."
+    "Make one update on all devices from this worker's rows; returns the scalars of `Update` for all rows."
     counts, losses_of = _counts(replicas, batch), []
     sums = replicas.all_reduce(lambda i: _gradients(replicas, batch, number, counts, i))
     for device, finish, (gradients, losses) in zip(replicas.devices, replicas.finish_steps, sums):
@@ -189,7 +189,7 @@ def distributed_train_step(replicas: _Replicas, batch: dict, number) -> dict:
     return losses_of[0]
 
 def distributed_validation_step(replicas: _Replicas, batch: dict) -> dict:
-    "Rows of this worker -> what `Update.evaluate` gives for all rows."
+    "Evaluate on all devices from this worker's rows; returns the sums of `Update.evaluate` for all rows."
     devices = len(replicas.devices)
     return replicas.all_reduce(lambda i: replicas.evaluate_steps[i](_rows(batch, i, devices)))[0]
 

@@ -80,7 +80,7 @@ def grow(
     seed: int = 0,             # of the new rows
     tokens: int = 0,           # new ones, as for `_grow_tokenizer`
 ) -> XTTS:
-    "The model with one more language: vocabulary, embedding and head grown, every old row unchanged."
+    "Add a language: vocabulary, embedding and head grow, old rows stay; `UserError` if the model has it."
     tokenizer = _grow_tokenizer(xtts.tokenizer, language, texts, tokens)
     rows = max(tokenizer.size, xtts.config.model.gpt.text_tokens)
     sizes = {'text_tokens': rows, 'grown_from': xtts.config.model.gpt.grown_from or xtts.tokenizer.size}
@@ -93,7 +93,7 @@ def grow(
 
 # %% ../../nbs/train/finetune.ipynb #aa530e8b
 def read_texts(path: str | Path) -> list[str]:
-    "The sentences of a text file, one a line."
+    "Read the sentences of a UTF-8 file, one a line; raises `UserError` if it is missing or holds no text."
     try: lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
     except FileNotFoundError:
         raise UserError(f'{path}: the file is missing; write one sentence a line there.') from None

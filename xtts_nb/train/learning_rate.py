@@ -42,7 +42,7 @@ def find_learning_rate(
     steps: int = 80,        # updates at most
     progress=None,          # called with (done, total)
 ) -> dict:                  # rates, losses, smooth, suggestion: None if no rate lowered the loss
-    "Losses at ever higher rates, and a suggested rate; stops when the loss rises steeply."
+    "Train at ever higher rates until the loss rises steeply; `UserError` for no range, or no finite loss."
     if not 0 < low < high or steps < 10:
         raise UserError(f'Rates from {low:g} to {high:g} in {steps} updates are not a range; give two rates '
                         'and 10 updates or more.')
@@ -72,7 +72,7 @@ def plot_learning_rate(
     found: dict,           # from `find_learning_rate`
     path: str | Path,      # of a PNG; the numbers go next to it, as JSON
 ):
-    "Draw the losses over the rates, and mark the suggestion."
+    "Draw the losses over the rates and mark the suggestion; `UserError` if other files would be replaced."
     _check_rates(path)
     write_json(Path(path).with_suffix('.json'), found)   # first: it tells whose the picture is
     from matplotlib.figure import Figure

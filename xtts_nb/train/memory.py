@@ -31,7 +31,7 @@ from .trainer import _room_in_container
 # %% ../../nbs/train/memory.ipynb #69b85109
 @lru_cache
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
-    "The number of weights of each network that is in memory during training; nothing is allocated."
+    "Count the weights of each network that is in memory during training; nothing is allocated."
     config = XTTSConfig(model=model)
     nets = without_values(lambda: (GPT(config, 0, name='GPT'), DVAE(config, name='DVAE')))
     return {net.name: parameter_count(net) for net in nets}
@@ -146,7 +146,7 @@ def memory_needs(
     rows: int = 0,      # of a new language
     gpu: float | None = None,   # compute capability of the GPU that trains, 0 for a CPU; default: as here
 ) -> dict[str, float]:
-    "An estimate of the bytes that training needs, by purpose; for a GPU as XLA plans them (`_MEMORY_ERROR`)."
+    "Estimate the bytes that training needs, by purpose; for a GPU as XLA plans them (`_MEMORY_ERROR`)."
     training, all_, moving = config.training.gpt, parameter_counts(config.model), _trainable_count(config,
                                                                                                   rows)
     half = training.precision != 'float32'
@@ -193,7 +193,7 @@ _OUT_OF_MEMORY = 3   # exit code of a trial
 _MEMORY_SIGNALS = signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS
 
 def trial():
-    "The process of a trial: settings from stdin, two updates, a look at the state; a JSON line of the cost."
+    "Run in the process of a trial: read settings from stdin, make two updates, print their cost as JSON."
     request = json.load(sys.stdin)
     config = XTTSConfig.from_dict(request['config'])
     setup_tf(memory_growth=False)

@@ -152,7 +152,7 @@ def train_dvae(
     config: XTTSConfig,
     progress=None,                  # called with (done, total, the metrics of the latest log line)
 ) -> tuple[DVAE, dict]:             # and the summary of the training
-    "A DVAE of `config`'s size fitted to `mels`."
+    "Train a new DVAE of `config`'s size on `mels`; `UserError` if losses stay not finite."
     trainer = _dvae_trainer(mels, config)
     result = trainer.fit(progress=progress)
     return trainer.update.model, result
@@ -172,7 +172,7 @@ def new_dvae_run(
     val: float = 0.,                    # share of them to validate on
     corpus: str | Path | None = None,   # that they are from
 ) -> Trainer:
-    "A new or resumed run of a DVAE; raises `UserError` for no or other mels than those of the run."
+    "Begin or resume a run of a DVAE; raises `UserError` for no or other mels than those of the run."
     run = Path(run)
     facts = _run_facts(run, 'dvae')
     if not (facts or mels):
@@ -526,7 +526,7 @@ def new_decoder_run(
     corpus: str | Path | None = None,   # of the cache, if it was moved
     progress=None,                      # called with (done, total) while the bank is made
 ) -> Trainer:
-    "A new or resumed run of a decoder; raises `UserError` if there is neither a run nor a model."
+    "Begin or resume a run of a decoder; raises `UserError` if there is neither a run nor a model."
     run = Path(run)
     facts = _run_facts(run, 'decoder')
     if not facts and not (model and cache):

@@ -37,7 +37,7 @@ def open_cache(
     config: XTTSConfig | None = None,   # settings of the run; default: those of the cache
     *beside: Cache | None,              # those that have a part of the budget already
 ) -> Cache:
-    "A cache, in memory if `data.ram_budget` allows it, else mapped."
+    "Open a cache, in memory if `data.ram_budget` (GiB) allows it, else mapped; `UserError` if damaged."
     cache = Cache(folder, in_memory=False)
     budget = (config or cache.config).data.ram_budget
     return cache.read(budget - sum(other.held for other in beside if other) / 2**30)
@@ -49,7 +49,7 @@ def held_out_share(
     cache: Cache,
     share: float,      # of the sentences, at least one
 ) -> list[str]:        # ids of clips
-    "The clips of a share of the sentences; where several voices read each, as many single clips."
+    "Choose the clips of a share of the sentences; `UserError` if none would be left to train on."
     if not 0 < share < 1:
         raise UserError(f'A share of {share} of the sentences cannot be held out; give one between 0 and 1.')
     read = {}   # {text: {speaker: the id of a clip}}
@@ -248,7 +248,7 @@ def new_run(
     make=None,                   # called with the arguments of `Trainer`; default: `Trainer`
     **where,                     # `feed` and `device` of `Trainer`
 ) -> Trainer:
-    "A trainer that saves its state in `run` and resumes from it; raises `UserError` if that is another run."
+    "Make a trainer that saves its state in `run` and resumes from it; `UserError` if that is another run."
     run = run and Path(run)
     config = _base_config(base, config)
     if val_cache and held_out:
@@ -413,7 +413,7 @@ def export_run(
     best: bool = False,          # the model of the best validation instead of the newest
     precision: str = 'float32',  # or bfloat16, of the tensors in the file
 ) -> dict:                       # out, bytes
-    "Write only the model of a run, as a folder that `XTTS.load` reads."
+    "Write only the model of a run, as a folder that `XTTS.load` reads; `UserError` if there is none."
     run, out = Path(run), Path(out)
     if best and not (run / 'best' / 'config.yaml').is_file():
         raise UserError(f'{run}: keeps no best model; set training.gpt.validate_every and hold clips out.')

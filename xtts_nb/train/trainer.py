@@ -48,7 +48,7 @@ def _save_checkpoint(
     return path
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    "The checkpoints in `folder`, oldest first."
+    "List the checkpoints in `folder`, oldest first."
     return sorted(Path(folder).glob('step-?????????.safetensors'))
 
 def _checkpoint_step(path: Path) -> int:
@@ -334,7 +334,7 @@ class Trainer:
             if self.run: _restore(self)
 
     def custom_train_step(self, batch: dict, number) -> dict:
-        "One update; a subclass may override it, and its version is compiled too."
+        "Make one update; a subclass may override it, and its version is compiled too."
         return self.update(batch, number)
 
     def compiled_step(self):
@@ -486,7 +486,7 @@ def _count_bad(self: Trainer, step: int, bad) -> dict:
 # %% ../../nbs/train/trainer.ipynb #6f7475e2
 @patch
 def validate(self: Trainer) -> dict[str, float]:
-    "Losses of the held-out clips and the scores of `listen`, of the trained model without dropout."
+    "Compute losses of the held-out clips and the scores of `listen`, of the trained model without dropout."
     with self.as_trained():
         metrics = self._means_of(self.validation, self.hooks.validation)
         scores = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
@@ -536,7 +536,7 @@ def judge(
     step: int,                   # of that validation
     by: str = 'loss',            # training.gpt.judge_by
 ) -> tuple[dict | None, bool]:   # the new `best`, None if the old one stays; whether patience starts again
-    "Whether the model of a validation is kept: it is the best so far, or it speaks as well as that one."
+    "Judge whether the model of a validation is kept: it is the best so far, or speaks as well as that one."
     name, best = f'val_{by}', best or {}
     if name not in best: best = {}   # the run was judged by something else before
     again = step <= best.get('step', -1)   # after a kill: a later model was kept, and patience not over
@@ -711,7 +711,7 @@ def fit(self: Trainer,
     progress=None,              # called with (done, total, the metrics of the latest log line)
     callbacks: list = (),       # of Keras
 ) -> dict:   # steps, loss_first, loss_last, best, clips_per_s, traces, compile_seconds, seconds
-    "Train; the summary's losses are means over the first and the last 10 updates."
+    "Train; losses of the summary are means of 10 updates. `UserError` if losses stay not finite."
     steps, begun, self.first_step = steps or self.training.steps, time.perf_counter(), self.step
     self.report = lambda line: progress and progress(line['step'], steps, line)
     self.pending, self.in_flight = [], None
