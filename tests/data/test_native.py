@@ -336,5 +336,4 @@ def test_a_runtime_cache_gives_the_batches_of_a_prepared_one(tmp_path, small):
     for a, b in zip(*(read_eagerly(plan, 0, 2) for plan in (stored, computed)), strict=True):
         assert a.keys() == b.keys()
         assert all(np.allclose(a[k], b[k], atol=6e-3) and a[k].dtype == b[k].dtype for k in a)
-    with pytest.raises(UserError, match='holds no codes'):
-        BatchPlan(computed.cache, small.data).stream()
+    with pytest.raises(UserError, match='holds no codes'): BatchPlan(computed.cache, small.data).stream()

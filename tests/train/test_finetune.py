@@ -444,11 +444,6 @@ def test_the_first_choice_that_fits_is_found(wide, monkeypatch, first, begin):
     assert tried == [*(range(at, first + 1) if first > at else range(at, max(first - 2, -1), -1))]
     assert found == all_[first] and [row['fits'] for row in rows] == [i >= first for i in tried]
 
-@pytest.fixture
-def sized(wide):
-    gpt = {'num_layers': 4, 'max_text_tokens': 150, 'max_audio_codes': 250}
-    return wide.replace(model={'gpt': gpt}, data={'batch_size': 16})
-
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_a_trial_that_fails_for_another_reason_is_an_error(mini):

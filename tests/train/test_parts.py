@@ -27,9 +27,8 @@ from xtts_nb.train.trainer import checkpoints
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
-    _Crops, _DVAEUpdate, _DecoderUpdate, Windows,
-    _limits, _other, _make_bank,
-    _mel_distance, new_decoder_run)
+    _Crops, _DVAEUpdate, _DecoderUpdate, Windows, _limits, _other, _make_bank, _mel_distance,
+    new_decoder_run)
 
 
 def same(a, b): return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

@@ -8,8 +8,7 @@ from process import tree, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.models.gpt import GPT
 from xtts_nb.train.profile import (
-    memory, _owners, _prefixes, _profile_page, profile_text,
-    tables, trace, _variable_placement, write_page)
+    memory, _owners, _prefixes, _profile_page, profile_text, tables, trace, _variable_placement, write_page)
 from xtts_nb.train.step import Update, random_batch
 
 

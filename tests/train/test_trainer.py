@@ -143,8 +143,7 @@ def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_pat
     clips = [b['clip'].numpy()[b['weight'].numpy() > 0]
              for b in read_eagerly(run.validation, 0, run.validation.steps_per_epoch)]
     assert sorted(prepared.clips[i]['id'] for i in np.concatenate(clips)) == sorted(HELD)
-    config = config.replace(data={'batch_size': 4},
-                            training={'gpt': {'text_loss_weight': 0.5, 'mode': 'eager'}})
+    config = config.replace(data={'batch_size': 4}, training={'gpt': dict(text_loss_weight=.5, mode='eager')})
     other = new_run(prepared, config, None, HELD, feed=read_eagerly).validate()
     # a clip keeps its reference
     assert other['val_text_loss'] == pytest.approx(seen['val_text_loss'], rel=1e-5)
