@@ -147,8 +147,8 @@ def memory_needs(
     gpu: float | None = None,   # compute capability of the GPU that trains, 0 for a CPU; default: as here
 ) -> dict[str, float]:
     "Estimate the bytes that training needs, by purpose; for a GPU as XLA plans them (`_MEMORY_ERROR`)."
-    training, all_, moving = config.training.gpt, parameter_counts(config.model), _trainable_count(config,
-                                                                                                  rows)
+    training, all_ = config.training.gpt, parameter_counts(config.model)
+    moving = _trainable_count(config, rows)
     half = training.precision != 'float32'
     if gpu is None: gpu = _compute_capability()
     at_once = config.data.batch_size // training.grad_accum_steps

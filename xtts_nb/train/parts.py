@@ -413,8 +413,8 @@ class _DecoderUpdate(_PartUpdate):
     def __init__(self, decoder: HiFiGAN, encoder: SpeakerEncoder, learning: bool, config: XTTSConfig):
         self.speaker = config.model.speaker
         self.rate = config.model.decoder.sample_rate
-        self.decoder, self.encoder, self.critic = decoder, encoder, Critic(config.training.decoder,
-                                                                           name='critic')
+        self.decoder, self.encoder = decoder, encoder
+        self.critic = Critic(config.training.decoder, name='critic')
         nets = {'decoder': decoder, 'speaker': encoder, 'critic': self.critic}
         super().__init__(decoder, nets, config.training.decoder)
         self.vector_weights = encoder.trainable_variables if learning else []

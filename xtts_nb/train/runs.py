@@ -279,8 +279,8 @@ def new_run(
         rows = _new_rows(config, xtts.tokenizer, plan.cache.languages)
         update = _make_update(xtts.gpt, _epochs_to_steps(config.training.gpt, plan), rows)
         trainer = (make or Trainer)(xtts, plan, run, validation, update, listen=listen, **more, **where)
-    if listener and config.training.gpt.judge_by == 'dtw': trainer.eval_last = partial(listener,
-                                                                                         _LAST_CLIPS)
+    if listener and config.training.gpt.judge_by == 'dtw':
+        trainer.eval_last = partial(listener, _LAST_CLIPS)
     if run: _write_run(run, config, plan.cache, held_out, origin)
     return trainer
 
