@@ -17,7 +17,7 @@ import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import arguments, output, run  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
-from xtts_nb.train.finetune import memory_needs, _run_trial  # noqa: E402
+from xtts_nb.train.memory import memory_needs, _run_trial  # noqa: E402
 
 TEXT, CODES, AT_ONCE = 200, 250, 3
 CASES = {'batch 2': (2, {}), 'batch 8': (8, {}),

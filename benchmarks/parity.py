@@ -41,7 +41,7 @@ from xtts_nb.config import SpeechConfig, UserError, XTTSConfig  # noqa: E402
 from xtts_nb.data.audio import load_audio, log_mel, resample, speaker_log_mel, synthetic_voice  # noqa: E402
 from xtts_nb.data.text import Tokenizer, _clean_for  # noqa: E402
 from xtts_nb.files import read_json  # noqa: E402
-from xtts_nb.models.convert import _from_coqui  # noqa: E402
+from xtts_nb.models.convert import from_coqui  # noqa: E402
 from xtts_nb.models.hifigan import _load_hifigan  # noqa: E402
 from xtts_nb.models.xtts import XTTS  # noqa: E402
 from xtts_nb.speech.generate import faded, Speaker, generate, _reference_mels  # noqa: E402
@@ -426,7 +426,7 @@ def parity(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / 'model'
         report('convert')
-        _from_coqui(coqui_dir, folder)
+        from_coqui(coqui_dir, folder)
         config = XTTSConfig.load(folder / 'config.yaml')
         gpt = config.model.gpt
         tokenizer = Tokenizer.load(folder / 'tokenizer.json')

@@ -205,8 +205,8 @@ def singer(with_hifigan):
 @pytest.fixture(scope='session')
 def batch(prepared, small):
     "The first batch, of four clips."
-    from xtts_nb.data.native import BatchPlan, cached_batches
-    return next(iter(cached_batches(BatchPlan(prepared, small.data))))
+    from xtts_nb.data.native import BatchPlan
+    return next(iter(BatchPlan(prepared, small.data).stream()))
 
 
 @pytest.fixture(scope='session')
@@ -300,7 +300,7 @@ def toy(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as m:
         files = coqui_toy.tensors(coqui_toy.config())
         m.setattr(convert, '_read_pth', lambda path: files[path.name])
-        convert._from_coqui(there, out)
+        convert.from_coqui(there, out)
     return out
 
 

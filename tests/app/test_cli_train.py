@@ -78,7 +78,7 @@ def test_an_option_sets_its_keys(ran, home, prepared):
 def test_a_trainer_has_them(built):
     trainer = built('--batch-size', 2, '--epochs', 5, '--optimization-level', 'experimental', '--val', .3)
     assert (trainer.plan.data.batch_size, trainer.training.steps) == (2, 5 * trainer.plan.steps_per_epoch)
-    assert trainer.xtts.gpt.compute_dtype == 'bfloat16' and trainer.optimizer.use_ema and trainer.held_out
+    assert trainer.xtts.gpt.compute_dtype == 'bfloat16' and trainer.optimizer.use_ema and trainer.validation
 
 def test_a_file_of_myxtts_is_laid_over_what_the_cache_was_made_with(built, home, prepared, capfd,
                                                                     monkeypatch):
@@ -126,22 +126,22 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, prepare
     stored = built(data=corpus, config='runtime.yaml').plan.cache.manifest['stored']
     assert 'codes' not in stored and caches._is_corpus(corpus) and not caches._is_corpus(made)
     validated = built('--val-data', corpus)
-    assert validated.held_out.count.sum() == 14 and validated.training.validate_every == 1   # of 4 updates
-    assert validated.held_out.cache.manifest['keys'] == prepared.manifest['keys']   # its DVAE and tokenizer
+    assert validated.validation.count.sum() == 14 and validated.training.validate_every == 1   # of 4 updates
+    assert validated.validation.cache.manifest['keys'] == prepared.manifest['keys']   # its DVAE and tokenizer
 
 def test_older_clips_are_read_too(built, prepared, corpus, tmp_path, ran):
     run = tmp_path / 'mixed'
     trainer = built('--mix', prepared.folder, '--val', .3, '--run', run)
     assert (trainer.plan.share, trainer.plan.old.cache.folder) == (.2, prepared.folder)
-    assert trainer.old.count.sum() == trainer.held_out.count.sum() > 0
+    assert trainer.old_validation.count.sum() == trainer.validation.count.sum() > 0
     again = built('--run', run, data=None, config=None)
-    assert again.plan.share == .2 and again.old.count.sum() == trainer.old.count.sum()
+    assert again.plan.share == .2 and again.old_validation.count.sum() == trainer.old_validation.count.sum()
     assert built('--run', run, '--mix', prepared.folder, data=None,
                  config=None).plan.share == .2   # where it is now
     done = ran(f'train --run {run} --mix-share .4')
     assert done.code == 2 and 'a share of 0.2' in done.err   # another share is another run
     alone = built('--mix', prepared.folder, '--mix-share', 0)
-    assert alone.plan.share == 0 and alone.old.count.sum() > 0   # a tenth of the sentences
+    assert alone.plan.share == 0 and alone.old_validation.count.sum() > 0   # a tenth of the sentences
     old = built('--mix', corpus).plan.old.cache
     assert old.folder != prepared.folder and old.manifest['keys'] == prepared.manifest['keys']
 

@@ -16,8 +16,9 @@ from xtts_nb.data.cache import (
     ARRAYS, Cache, _InFiles, _InMemory, _clip_limits, left_out_line, map_arrays, _read_manifest,
     _verify_cache, _within_limits, _write_manifest, _write_shard, _write_table)
 from xtts_nb.data.corpora import _read_audio, read_corpus
-from xtts_nb.data.native import BatchPlan, WavReader, batches_of, cached_batches, _reader_of
-from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare, verify_and_fix_cache
+from xtts_nb.data.native import BatchPlan, WavReader, batches_of, _reader_of
+from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare
+from xtts_nb.data.repair import verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.models.dvae import load_dvae
 
@@ -233,7 +234,7 @@ def test_a_plan_goes_on_with_the_cache_that_it_was_made_of(copy, replaced, small
     assert [type(_reader_of(plan).rows) for plan in plans] == [_InMemory, _InFiles]
     batch = lambda plan, step: _reader_of(plan)(tf.constant(step, tf.int64))
     before = [batch(plans[0], step) for step in range(8)]
-    sources = [iter(cached_batches(plan, 0, 8)) for plan in plans]
+    sources = [iter(plan.stream(0, 8)) for plan in plans]
     seen = [[next(source)] for source in sources]
     replaced()
     for some, source in zip(seen, sources):
@@ -252,8 +253,8 @@ def test_what_is_opened_after_the_cache_was_replaced_is_refused(copy, replaced, 
         verify_and_fix_cache(copy)
         prepare(mapped.manifest['source']['corpus'], copy, small, fake_dvae.Fake(), mapped.tokenizer)
         return real(path)
-    for use in (lambda: mapped.array('codes', 13), lambda: cached_batches(BatchPlan(mapped, small.data)),
-                lambda: next(iter(cached_batches(plan))),
+    for use in (lambda: mapped.array('codes', 13), lambda: BatchPlan(mapped, small.data).stream(),
+                lambda: next(iter(plan.stream())),
                 lambda: monkeypatch.setattr(cache_module, 'map_arrays', late) or Cache(copy, False)):
         with pytest.raises(UserError, match='out: was replaced while it was read'): use()
 

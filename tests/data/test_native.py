@@ -18,7 +18,7 @@ from xtts_nb.data import native as module
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache, left_out_line
 from xtts_nb.data.native import (
-    BatchPlan, CacheReader, MelReader, WavReader, batches_of, bucket_of, bucket_shapes, cached_batches,
+    BatchPlan, CacheReader, MelReader, WavReader, batches_of, bucket_of, bucket_shapes,
     _fixed_shape, speech_lengths)
 from xtts_nb.data.prepare import Loudness, lesson_cache, prepare
 
@@ -92,7 +92,7 @@ def data(**changes): return DataConfig(**{'batch_size': 4, 'buckets': 3, 'refere
 def epoch(plan, count=1):
     "Its batches; to trace the graph is worth it for many only."
     steps = count * plan.steps_per_epoch
-    read = read_eagerly if steps <= 16 else cached_batches
+    read = read_eagerly if steps <= 16 else BatchPlan.stream
     return [{k: v.numpy() for k, v in b.items()} for b in read(plan, 0, steps)]
 
 def same(a, b): return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
@@ -152,10 +152,10 @@ def test_epochs_and_seeds_differ_and_the_order_looks_shuffled():
 
 def test_workers_and_resuming_do_not_change_the_batches():
     plan = lambda **how: BatchPlan(fake_cache(CORPORA['random'], SPEAKERS), data(**how))
-    straight = list(cached_batches(plan(num_workers=2, prefetch_buffer_size=4), 0, 35))
-    other = list(cached_batches(plan(num_workers=4, prefetch_buffer_size=1), 0, 35))
+    straight = list(plan(num_workers=2, prefetch_buffer_size=4).stream(0, 35))
+    other = list(plan(num_workers=4, prefetch_buffer_size=1).stream(0, 35))
     assert len(other) == 35 and all(map(same, straight, other))
-    for first in (1, 30): assert all(map(same, straight[first:], cached_batches(plan(), first, 35)))
+    for first in (1, 30): assert all(map(same, straight[first:], plan().stream(first, 35)))
 
 ORDERS = {   # (balanced columns, fixed references): bucket, clips, references and crops of three steps
     ((), False): [[1, [2, 0, 1, 5], [6, 3, 4, 8], [4, 0, 1, 0]],
@@ -336,5 +336,4 @@ def test_a_runtime_cache_gives_the_batches_of_a_prepared_one(tmp_path, small):
     for a, b in zip(*(read_eagerly(plan, 0, 2) for plan in (stored, computed)), strict=True):
         assert a.keys() == b.keys()
         assert all(np.allclose(a[k], b[k], atol=6e-3) and a[k].dtype == b[k].dtype for k in a)
-    with pytest.raises(UserError, match='holds no codes'):
-        cached_batches(BatchPlan(computed.cache, small.data))
+    with pytest.raises(UserError, match='holds no codes'): BatchPlan(computed.cache, small.data).stream()

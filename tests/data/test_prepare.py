@@ -20,8 +20,9 @@ from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import decode_wav, load_audio, save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache, _read_manifest, _verify_cache, _write_manifest
 from xtts_nb.data.corpora import read_corpus
-from xtts_nb.data.prepare import (
-    ClipEncoder, _choose_mode, merge_caches, prepare, _run_jobs, verify_and_fix_cache, _work_folder)
+from xtts_nb.data.merge import merge_caches
+from xtts_nb.data.prepare import ClipEncoder, _choose_mode, prepare, _run_jobs, _work_folder
+from xtts_nb.data.repair import verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.files import _PART, read_json, write_json
 

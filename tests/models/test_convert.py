@@ -66,8 +66,8 @@ def test_round_trip_is_bit_identical(disk, tmp_path, spelling, prefix):
     for name, kind in (('gpt.text_head.weight', np.float16), ('gpt.mel_head.weight', ml_dtypes.bfloat16)):
         disk.files['model.pth']['model'][prefix + name] = state[name] = state[name].astype(kind)
     state['mel_stats'] = disk.files['model.pth']['model'][f'{prefix}mel_stats'] = state['mel_stats'] * 2 + 1
-    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert_same(disk.files['model.pth']['model'], state)
     assert_same(disk.files['dvae.pth'], files['dvae.pth'])
     assert np.array_equal(disk.files['mel_stats.pth'], files['mel_stats.pth'])
@@ -92,12 +92,12 @@ def test_the_written_config_has_the_sizes_of_the_tensors(disk, tmp_path):
 def test_a_decoder_trained_here_has_lengths_again(disk, tmp_path):
     "Its kernels are folded; coqui-tts expects a length and a direction, under its own names and no others."
     files = coqui_folder(disk, tmp_path / 'coqui')
-    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     path = tmp_path / 'ours/model.safetensors'
     decoder = _load_decoder(path, coqui_toy.config(small=True))
     rest = {name: x for name, x in read_tensors(path) if not name.startswith('decoder/')}
     save_weights(path, rest | {f'decoder/{name}': v for name, v in named_weights(decoder).items()})
-    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
     result = disk.files['model.pth']['model']
     assert result.keys() == files['model.pth'].keys()
     length, direction = (result[f'hifigan_decoder.waveform_decoder.ups.1.{s}']
@@ -115,8 +115,8 @@ def test_trainer_folder_without_released_files(disk, tmp_path):
         (tmp_path / 'coqui' / name).unlink()
         disk.files.pop(name)
     disk.write(tmp_path / 'coqui/best_model.pth', {'model': state, 'optimizer': {}, 'config': {}})
-    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert_same(disk.files['model.pth']['model'], files['model.pth'])
     assert_same(disk.files['dvae.pth'], files['dvae.pth'])
 
@@ -151,7 +151,7 @@ def test_what_is_wrong_with_a_folder_is_named(disk, tmp_path, change, message):
     settings = coqui_toy.settings()
     text = change(settings, disk.files['model.pth']['model'], disk.files)
     (tmp_path / 'coqui/config.json').write_text(text if isinstance(text, str) else json.dumps(settings))
-    with pytest.raises(UserError, match=message): convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    with pytest.raises(UserError, match=message): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     assert not (tmp_path / 'ours').exists()
 
 def test_merges_that_stand_twice(disk, tmp_path):
@@ -166,20 +166,20 @@ def test_merges_that_stand_twice(disk, tmp_path):
     words = [letters[i:i + 9] for i in range(0, len(letters), 4)]
     ids = lambda path, cleaner=None: [Tokenizer.load(path, cleaner).encode(w, 'en') for w in words]
     given = ids(path, 'xtts')
-    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     assert ids(tmp_path / 'ours/tokenizer.json') == given
     assert given != [coqui_toy.tokenizer().encode(w, 'en') for w in words]
-    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert (tmp_path / 'back/vocab.json').read_bytes() == path.read_bytes()
     XTTS.load(tmp_path / 'ours').save(tmp_path / 'saved')
-    convert._to_coqui(tmp_path / 'saved', tmp_path / 'again')
+    convert.to_coqui(tmp_path / 'saved', tmp_path / 'again')
     assert (tmp_path / 'again/vocab.json').read_bytes() == path.read_bytes()
 
 def test_a_grown_model_goes_back_with_its_vocabulary(disk, tmp_path):
     files = coqui_folder(disk, tmp_path / 'coqui')
-    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     done = grow_folder(tmp_path / 'ours', tmp_path / 'grown', 'fa', ['سگ پیر'])
-    convert._to_coqui(tmp_path / 'grown', tmp_path / 'back')
+    convert.to_coqui(tmp_path / 'grown', tmp_path / 'back')
     state = disk.files['model.pth']['model']
     settings = json.loads((tmp_path / 'back/config.json').read_text())
     for name in ROWS:
@@ -197,8 +197,8 @@ def test_names_that_look_like_paths_stay_names(disk, tmp_path):
             'a/../../evil.pth': np.ones(1, np.float32)}
     disk.files['model.pth']['model'] |= evil
     before = tree(tmp_path)
-    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'new/ours')
-    convert._to_coqui(tmp_path / 'new/ours', tmp_path / 'new/back')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'new/ours')
+    convert.to_coqui(tmp_path / 'new/ours', tmp_path / 'new/back')
     assert {path: data for path, data in tree(tmp_path).items() if not path.startswith('new')} == before
     assert {p.name for p in (tmp_path / 'new').iterdir()} == {'ours', 'back'}
     assert_same({n: disk.files['model.pth']['model'][n] for n in evil}, evil)
@@ -206,11 +206,11 @@ def test_names_that_look_like_paths_stay_names(disk, tmp_path):
 @pytest.mark.parametrize('name', ['coqui/../../x', 'gpt/block_99/qkv/kernel'])
 def test_a_tensor_that_no_one_knows_is_named(disk, tmp_path, name):
     coqui_folder(disk, tmp_path / 'coqui')
-    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     path = tmp_path / 'ours/model.safetensors'
     convert.write_tensors(path, dict(convert.read_tensors(path)) | {name: np.ones(1)})
     with pytest.raises(UserError, match=f'model.safetensors: "{re.escape(name)}" is not a tensor of XTTS'):
-        convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
+        convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert not (tmp_path / 'back').exists()
 
 # With PyTorch: real files

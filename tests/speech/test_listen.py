@@ -10,8 +10,9 @@ from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.listen import Listener, _spoken_distance, words_heard
 from xtts_nb.train import runs
+from xtts_nb.train.begin import begin
 from xtts_nb.train.finetune import _make_update
-from xtts_nb.train.runs import export_run, new_run, _resume_run
+from xtts_nb.train.runs import export_run, new_run
 from xtts_nb.train.trainer import Trainer
 
 def clip(frames, seed, bins=80):
@@ -51,7 +52,7 @@ def test_a_run_listens_and_resumes_to_the_same_numbers(prepared, quick, tmp_path
     new_run(prepared, few, tmp_path / 'whole', ['low-0', 'high-0']).fit()
     assert [step for step, *_ in logged_scores(tmp_path / 'whole')] == [2, 4]
     new_run(prepared, few, tmp_path / 'run', ['low-0', 'high-0']).fit(steps=2)
-    _resume_run(tmp_path / 'run').fit()
+    begin(run=tmp_path / 'run').fit()
     assert logged_scores(tmp_path / 'run') == logged_scores(tmp_path / 'whole')
 
 @pytest.mark.parametrize('judge, best, steps', [('loss', 6, 6), ('dtw', 2, 4)])

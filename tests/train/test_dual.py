@@ -15,7 +15,7 @@ from cheap import Cheap, read_eagerly
 from process import main, python, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.data.cache import Cache
-from xtts_nb.data.native import BatchPlan, _CodeReader, cached_batches, _reader_of
+from xtts_nb.data.native import BatchPlan, _CodeReader, _reader_of
 from xtts_nb.data.prepare import prepare
 from xtts_nb.devices import _DevicePlan
 from xtts_nb.models.dvae import load_dvae
@@ -25,7 +25,7 @@ from xtts_nb.train.dual import (
     Feed, Pipeline, PipelineClosed, Span, by_stage, dual_trainer, finish_batch, overlap,
     _pipeline_rows, pipeline_table, run_feed, sound_batches, _stage_rows, _steady_period)
 from xtts_nb.train.profile import device_placement, placement_summary
-from xtts_nb.train.runs import new_run, _resume_run
+from xtts_nb.train.runs import new_run
 
 ONE = _DevicePlan({}, 'CPU:0', 'CPU:0')
 
@@ -155,7 +155,7 @@ def same_batch(ours, cached, codes: float):   # two vectors may be as near as ma
 def test_a_plan_without_codes_gives_the_batches_of_one_with(prepared, runtime, small, dvae):
     plans = BatchPlan(prepared, small.data), BatchPlan(runtime, small.data, dvae=dvae)
     assert isinstance(_reader_of(plans[1]), _CodeReader)
-    for cached, ours in zip(read_eagerly(plans[0], 0, 3), cached_batches(plans[1], 0, 3), strict=True):
+    for cached, ours in zip(read_eagerly(plans[0], 0, 3), plans[1].stream(0, 3), strict=True):
         same_batch(ours, cached, 2e-3)
 
 def test_the_end_of_the_batches_raises_no_error(runtime, mini, monkeypatch):
@@ -286,7 +286,7 @@ def test_two_devices_train_as_one_does_and_the_other_continues(runtime, tmp_path
     wanted = {'CPU:0': ('DVAE of the data device', 'stage data'),
               'CPU:1': ('model', 'optimizer', 'stage copy')}
     assert where >= {(name, device) for device, names in wanted.items() for name in names}, where
-    again = _resume_run(tmp_path / 'two', **feed())
+    again = new_run(runtime, config, tmp_path / 'two', [runtime.clips[0]['id']], **feed())
     assert again.step == 4
     resumed, straight = again.fit(), one.fit()
     assert again.last_losses == one.last_losses and resumed['best'] == straight['best']

@@ -28,13 +28,15 @@ from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import _POLICIES, XTTS
 from xtts_nb.records import recorded
 from xtts_nb.sampler import GPU
-from xtts_nb.train import finetune
+from xtts_nb.train import memory
+from xtts_nb.train.begin import begin
 from xtts_nb.train.finetune import (
-    _activation_count, _check_memory, _DerivedWeights, _find_batch_size, find_learning_rate, _free_memory,
-    grow, _grow_tokenizer, _low_rank_parts, _make_update, _memory_budget, _MEMORY_ERROR, memory_needs,
-    _memory_settings, _new_rows, parameter_counts, plot_learning_rate, read_texts, _row_parts, _run_trial,
-    _trainable_count)
-from xtts_nb.train.runs import export_run, new_run, _resume_run
+    _DerivedWeights, grow, _grow_tokenizer, _low_rank_parts, _make_update, _new_rows, read_texts, _row_parts)
+from xtts_nb.train.learning_rate import find_learning_rate, plot_learning_rate
+from xtts_nb.train.memory import (
+    _activation_count, _check_memory, _find_batch_size, _free_memory, _memory_budget, _MEMORY_ERROR,
+    memory_needs, _memory_settings, parameter_counts, _run_trial, _trainable_count)
+from xtts_nb.train.runs import export_run, new_run
 from xtts_nb.train.step import compile_step, random_batch, token_counts, Update
 from xtts_nb.train.trainer import checkpoints
 
@@ -268,7 +270,8 @@ def done(mini, base, persian, tmp_path_factory):
 @pytest.mark.parametrize('kind', ['lora', 'rows'])
 def test_a_stopped_run_is_resumed_to_the_bit(done, mini, base, persian, tmp_path, kind):
     new_run(persian, settings(mini, kind), tmp_path / 'run', base=base, feed=read_eagerly).fit(steps=2)
-    again = _resume_run(tmp_path / 'run', feed=read_eagerly)
+    again = begin(run=tmp_path / 'run')
+    again.feed = read_eagerly
     assert again.step == 2 and again.training.finetune == kind
     again.fit()
     left = [[p.read_bytes() for p in (run / 'model.safetensors', checkpoints(run / 'checkpoints')[-1])]
@@ -313,9 +316,9 @@ def test_a_base_that_has_changed_or_gone_is_named(mini, base, persian, tmp_path)
     grown = XTTS.load(tmp_path / 'base')
     grown.gpt.final_norm.beta.assign_add(np.ones(64))
     grown.save(tmp_path / 'base')
-    with pytest.raises(UserError, match='as it was then'): _resume_run(tmp_path / 'run')
+    with pytest.raises(UserError, match='as it was then'): begin(run=tmp_path / 'run')
     shutil.rmtree(tmp_path / 'base')
-    with pytest.raises(UserError, match='which is gone'): _resume_run(tmp_path / 'run')
+    with pytest.raises(UserError, match='which is gone'): begin(run=tmp_path / 'run')
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -376,7 +379,7 @@ def card(monkeypatch):
     def cards():
         if isinstance(state.cards, UserError): raise state.cards
         return state.cards
-    monkeypatch.setattr(finetune, '_visible_cards', cards)
+    monkeypatch.setattr(memory, '_visible_cards', cards)
     return state
 
 def test_free_memory_of_a_card(card):
@@ -400,7 +403,7 @@ def test_where_the_memory_is_unknown_training_continues_and_says_so(card, mini, 
 
 @pytest.mark.cpu
 def test_a_container_counts(tmp_path):
-    room = lambda: finetune._room_in_container(tmp_path, tmp_path / 'own')
+    room = lambda: memory._room_in_container(tmp_path, tmp_path / 'own')
     def write(folder, names, *texts):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in zip(names, texts): (folder / f'memory.{name}').write_text(text)
@@ -426,13 +429,13 @@ def wide(mini): return mini.replace(data={'batch_size': 12}, training={'gpt': {'
 def test_the_first_choice_that_fits_is_found(wide, monkeypatch, first, begin):
     "Wherever the estimate says to begin: on to the first that fits, or back to the last that does not."
     all_, tried, asked = _memory_settings(wide), [], (20, 12, [(3, 7), (9, 11)], 100 - begin)
-    monkeypatch.setattr(finetune, 'memory_needs', lambda config, *rest: {
+    monkeypatch.setattr(memory, 'memory_needs', lambda config, *rest: {
         'all': 100. - all_.index(config), 'copy for a checkpoint': 0.})
     def trial(config, *rest):
         assert rest == asked
         tried.append(all_.index(config))
         return {'seconds': 1., 'peak': 10**9} if tried[-1] >= first else None
-    monkeypatch.setattr(finetune, '_run_trial', trial)
+    monkeypatch.setattr(memory, '_run_trial', trial)
     if first == 99:   # nothing fits
         with pytest.raises(UserError, match='training.gpt.finetune'): _find_batch_size(wide, *asked)
         return
@@ -440,11 +443,6 @@ def test_the_first_choice_that_fits_is_found(wide, monkeypatch, first, begin):
     at = min(begin, 11)
     assert tried == [*(range(at, first + 1) if first > at else range(at, max(first - 2, -1), -1))]
     assert found == all_[first] and [row['fits'] for row in rows] == [i >= first for i in tried]
-
-@pytest.fixture
-def sized(wide):
-    gpt = {'num_layers': 4, 'max_text_tokens': 150, 'max_audio_codes': 250}
-    return wide.replace(model={'gpt': gpt}, data={'batch_size': 16})
 
 @pytest.mark.slow
 @pytest.mark.cpu

@@ -27,7 +27,8 @@ from xtts_nb.train.trainer import checkpoints
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
-    _Crops, _DVAEUpdate, _DecoderUpdate, Windows, _limits, _other, _make_bank, _mel_distance, new_decoder_run)
+    _Crops, _DVAEUpdate, _DecoderUpdate, Windows, _limits, _other, _make_bank, _mel_distance,
+    new_decoder_run)
 
 
 def same(a, b): return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
@@ -244,13 +245,13 @@ def test_a_voice_begins_and_goes_on(model, prepared, tiny, banks, tmp_path):
              'corpus': None, 'held_out': ['high-0', 'low-0'], 'learning_voices': True}
     assert json.loads((run / 'run.json').read_text()) == facts and banks == [(prepared.folder, None, print)]
     ids = lambda plan: {plan.bank.ids[i] for i in plan.clips}
-    assert ids(begun.held_out) == {'low-0', 'high-0'} == {*begun.plan.bank.ids} - ids(begun.plan)
+    assert ids(begun.validation) == {'low-0', 'high-0'} == {*begun.plan.bank.ids} - ids(begun.plan)
     (run / 'model.safetensors').unlink()   # killed while it was written
     assert same(begun.state, new_decoder_run(run, config=config).state) and len(banks) == 1
     assert XTTSConfig.load(run / 'config.yaml').training.decoder == config.training.decoder
     assert json.loads((run / 'run.json').read_text()) == facts
     assert new_decoder_run(run, config=tiny.replace(training={'decoder': {'validate_every': 0}},
-                                                  data={'max_seconds': 9.})).held_out is None
+                                                  data={'max_seconds': 9.})).validation is None
     assert banks[1:] == [(prepared.folder.resolve(), None, None)]   # of other clips
 
 def test_held_out_clips_outside_the_limits_are_left_out_and_named(model, prepared, tiny, tmp_path, capsys):
@@ -261,14 +262,14 @@ def test_held_out_clips_outside_the_limits_are_left_out_and_named(model, prepare
                            training={'decoder': {'validate_every': 2}})
     begun = new_decoder_run(tmp_path / 'run', model, prepared, limited, [short, long])
     for trainer in (begun, new_decoder_run(tmp_path / 'run')):
-        assert [trainer.held_out.bank.ids[i] for i in trainer.held_out.clips] == [short]
+        assert [trainer.validation.bank.ids[i] for i in trainer.validation.clips] == [short]
     line = f'1 of the held-out clips lie outside the limits of data and are left out: {long}.'
     assert capsys.readouterr().err.count(line) == 2
 
 def test_a_voice_that_came_along_is_not_learned_again(model, prepared, tiny, banks, tmp_path):
     first = new_decoder_run(tmp_path / 'first', model, prepared, tiny)
     second = new_decoder_run(tmp_path / 'second', tmp_path / 'first', prepared, tiny, corpus=tmp_path)
-    assert not second.update.vector_weights and second.held_out is None
+    assert not second.update.vector_weights and second.validation is None
     assert banks[1][1] == str(tmp_path.resolve())
     for one, other in ((second.update.decoder, first.update.decoder),
                        (second.update.encoder, first.update.encoder)):

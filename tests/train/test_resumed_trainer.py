@@ -16,7 +16,8 @@ from xtts_nb.config import GPTTraining, UserError
 from xtts_nb.files import _PART, write_tensors
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train import runs, trainer as trainer_page
-from xtts_nb.train.runs import new_run, _resume_run
+from xtts_nb.train.begin import begin
+from xtts_nb.train.runs import new_run
 from xtts_nb.train.step import compile_step, Update
 from xtts_nb.train.trainer import checkpoints, _load_checkpoint, _save_checkpoint, Trainer
 
@@ -88,7 +89,7 @@ def test_too_many_in_a_row_stop_with_the_last_good_state(prepared, mini, tmp_pat
     with pytest.raises(UserError, match='updates in a row .*(low|high)-'): run.fit()
     good = new_run(prepared, mini, tmp_path / 'good')
     good.fit(steps=2)
-    again = _resume_run(tmp_path / 'run')
+    again = begin(run=tmp_path / 'run')
     assert np.array_equal(again.xtts.gpt.final_norm.beta.numpy(), good.xtts.gpt.final_norm.beta.numpy())
     assert again.step >= 5
 
@@ -108,7 +109,7 @@ def test_a_full_disk(cheap, prepared, mini, tmp_path, monkeypatch, fails, writte
     try: assert run.fit()['steps'] == 8 and len(fails) == 1
     except UserError: assert len(fails) == 2
     assert steps == written
-    assert _resume_run(tmp_path / 'run').step == written[-1]
+    assert begin(run=tmp_path / 'run').step == written[-1]
 
 def test_a_best_model_is_written_once_there_is_room(given, prepared, mini, tmp_path, monkeypatch):
     "As it was, although training continued."
@@ -162,7 +163,7 @@ def test_out_of_memory_at_first_begins_again_in_more_parts(prepared, mini, tmp_p
     assert all(np.array_equal(a, b) for a, b in zip(found.state.values(), wanted.state.values(), strict=True))
     said = capsys.readouterr().err
     assert said.count('OUT OF MEMORY') == 1 and 'the training begins again, with 2' in said
-    assert _resume_run(tmp_path / 'run').training.grad_accum_steps == 2
+    assert begin(run=tmp_path / 'run').training.grad_accum_steps == 2
 
 class Hungry(Update):
     "An update of one number that requests 2^50 numbers of memory, and changes its number."
@@ -242,11 +243,11 @@ def test_stopped_anywhere_and_resumed(cheap, prepared, mini, tmp_path, monkeypat
                                     'checkpoint_every': checkpoint_every}})
     whole, folder, stops = undisturbed(prepared, config, tmp_path / 'whole'), tmp_path / 'run', 0
     for count in (1, 3, 6, 10, 999):
-        run = new_run(prepared, config, folder) if not stops else _resume_run(folder)
+        run = new_run(prepared, config, folder) if not stops else begin(run=folder)
         if not fit_killed(monkeypatch, run, where, count): break
         stops += 1
     assert stops
-    assert summary(_resume_run(folder).fit()) | outcome(folder) == whole
+    assert summary(begin(run=folder).fit()) | outcome(folder) == whole
 
 def test_what_a_killed_run_left_half_written_goes(cheap, prepared, mini, tmp_path):
     "A line that was cut off, and files; one of somebody else stays."
@@ -256,7 +257,7 @@ def test_what_a_killed_run_left_half_written_goes(cheap, prepared, mini, tmp_pat
     for name in 'checkpoints/step-000000006.safetensors', 'model.safetensors':
         (run / f'{name}.0123abcd{_PART}').write_text('half')
     (run / 'film.7.part').write_text('mine')
-    assert summary(_resume_run(run).fit()) | outcome(run) == undisturbed(prepared, mini, tmp_path / 'whole')
+    assert summary(begin(run=run).fit()) | outcome(run) == undisturbed(prepared, mini, tmp_path / 'whole')
     assert [p for p in tree(run) if '.part' in p] == ['film.7.part']
 
 

@@ -23,8 +23,9 @@ from xtts_nb.files import append_line, _PART, read_tensors
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.speech.listen import Listener
 from xtts_nb.train import runs
+from xtts_nb.train.begin import begin
 from xtts_nb.train.runs import (
-    _base_config, export_run, held_out_share, _Mix, new_run, _Replay, _resume_run, _run_facts, _shared_shapes)
+    _base_config, export_run, held_out_share, _Mix, new_run, _Replay, _run_facts, _shared_shapes)
 from xtts_nb.train.trainer import (
     checkpoints, _epochs_to_steps, _late_interrupt, _save_checkpoint, _updates_of)
 
@@ -48,7 +49,7 @@ def test_the_plan_of_a_large_corpus_is_made_once(prepared, eager, tmp_path, monk
 
 @pytest.mark.parametrize('wanted, said', [
     (dict(mix=_Mix(None), feed='f'), 'one device'), (dict(mix=_Mix(None), make='m'), 'one device'),
-    (dict(val=SimpleNamespace(folder='other'), held_out=['a']), 'other')])
+    (dict(val_cache=SimpleNamespace(folder='other'), held_out=['a']), 'other')])
 def test_what_does_not_go_together_is_refused(prepared, eager, wanted, said):
     with pytest.raises(UserError, match=said): new_run(prepared, eager, None, **wanted)
     with pytest.raises(UserError, match='share of 1'): _Replay(None, None, 1)
@@ -61,10 +62,10 @@ def test_a_run_that_another_process_trains_is_not_touched(cheap, prepared, eager
     append_line(run / 'metrics.jsonl', '{"step": 7}')
     with open(run / 'lock', 'ab') as other:
         fcntl.flock(other, fcntl.LOCK_EX)   # a lock belongs to who opened the file
-        for begin in (lambda: _resume_run(run), trainer.fit):
-            with pytest.raises(UserError, match=f'{run}: another process trains here; wait'): begin()
+        for train in (lambda: begin(run=run), trainer.fit):
+            with pytest.raises(UserError, match=f'{run}: another process trains here; wait'): train()
         assert half.is_file() and (run / 'metrics.jsonl').read_text() == '{"step": 7}\n'
-    assert _resume_run(run).fit()['steps'] == 1 and not half.exists()
+    assert begin(run=run).fit()['steps'] == 1 and not half.exists()
 
 def test_a_run_that_changed_since_it_was_read_is_not_trained(cheap, prepared, mini, tmp_path):
     first, second = (new_run(prepared, mini, tmp_path / 'run') for _ in range(2))
@@ -73,7 +74,7 @@ def test_a_run_that_changed_since_it_was_read_is_not_trained(cheap, prepared, mi
     with pytest.raises(UserError, match='has trained here since this one read it; begin again'):
         first.fit(steps=6)
     assert tree(tmp_path / 'run') == kept
-    assert second.fit(steps=6)['steps'] == 6 and _resume_run(tmp_path / 'run').fit()['steps'] == 8
+    assert second.fit(steps=6)['steps'] == 6 and begin(run=tmp_path / 'run').fit()['steps'] == 8
 
 def test_a_damaged_checkpoint_is_put_aside(cheap, prepared, mini, tmp_path, capsys):
     "The one before it goes on, to the same bits; with none left, the last is named."
@@ -82,19 +83,19 @@ def test_a_damaged_checkpoint_is_put_aside(cheap, prepared, mini, tmp_path, caps
     shutil.copytree(whole, torn)
     first, last = checkpoints(torn / 'checkpoints')
     last.write_bytes(last.read_bytes()[:-1])
-    trainer = _resume_run(torn)
+    trainer = begin(run=torn)
     assert trainer.step == int(first.stem.removeprefix('step-')) == 4
     said = capsys.readouterr().err
     assert f'{last}: not readable' in said and 'resumes from the checkpoint before' in said
     assert (damaged := last.with_name(f'{last.name}.damaged')).is_file()
-    trainer.fit(), _resume_run(whole).fit()
+    trainer.fit(), begin(run=whole).fit()
     damaged.unlink()
     last = 'step-000000008.safetensors'
     same = [{k: v for k, v in outcome(run).items() if 'step' not in k or k == last} for run in (torn, whole)]
     assert same[0] == same[1] and last in same[0]
     for path in checkpoints(torn / 'checkpoints'): path.write_bytes(b'')
     kept = tree(torn)
-    with pytest.raises(UserError, match='step-000000004.safetensors: not readable'): _resume_run(torn)
+    with pytest.raises(UserError, match='step-000000004.safetensors: not readable'): begin(run=torn)
     assert tree(torn) == kept
 
 def test_an_update_that_is_done_is_counted(prepared, mini, tmp_path, monkeypatch):
@@ -178,12 +179,12 @@ def test_who_looks_and_who_listens(prepared, eager):
     settings = eager.replace(training={'gpt': {'grad_accum_steps': 2, 'eval_clips': 1}})
     run = new_run(prepared, settings, None, ['low-0', 'high-0'])
     assert run.run is None and isinstance(run.listen, Listener)
-    assert (run.held_out.data.batch_size, len(run.held_out.shapes), run.held_out.fixed) == (2, 1, True)
-    assert type(run.held_out.data.batch_size) is int and run.held_out.count.sum() == 2 and not run.plan.fixed
+    assert type((plan := run.validation).data.batch_size) is int and not run.plan.fixed
+    assert (plan.data.batch_size, len(plan.shapes), plan.fixed, plan.count.sum()) == (2, 1, True, 2)
     for held, changes in (([], {}), (['low-0'], {'validate_every': 0})):
         silent = new_run(prepared, settings.replace(training={'gpt': changes | {'eval_clips': 0}}), None,
                          held)
-        assert silent.held_out is silent.listen is None
+        assert silent.validation is silent.listen is None
         with pytest.raises(UserError, match='there is nothing to listen to'):
             new_run(prepared, settings.replace(training={'gpt': changes}), None, held)
 
@@ -225,24 +226,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(cheap, prepared, secon
             ((prepared, mini, tmp_path / 'mine'), 'not a run'),
             ((prepared, mini, tmp_path / 'new', ['nobody']), 'no clip nobody')):
         with pytest.raises(UserError, match=words): new_run(*given)
-    pytest.raises(UserError, _resume_run, tmp_path / 'mine').match('holds no run')
+    pytest.raises(UserError, begin, run=tmp_path / 'mine').match('holds no run')
     pytest.raises(UserError, export_run, run, tmp_path / 'out', best=True).match('no best model')
     pytest.raises(UserError, export_run, run, run).match('already holds something')
     assert tree(tmp_path) == before
     newest = checkpoints(run / 'checkpoints')[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(UserError, match=newest.name): _resume_run(run)
+    with pytest.raises(UserError, match=newest.name): begin(run=run)
 
 def test_a_cache_that_is_gone_is_named(cheap, prepared, mini, tmp_path):
     shutil.copytree(prepared.folder, tmp_path / 'cache')
     new_run(Cache(tmp_path / 'cache'), mini, tmp_path / 'run').fit(steps=2)
     shutil.rmtree(tmp_path / 'cache')
-    with pytest.raises(UserError, match=str(tmp_path / 'cache')): _resume_run(tmp_path / 'run')
+    with pytest.raises(UserError, match=str(tmp_path / 'cache')): begin(run=tmp_path / 'run')
 
 def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, tmp_path):
     out = {i for i, c in enumerate(prepared.clips) if c['id'] in HELD}
     new_run(prepared, mini, tmp_path / 'run', HELD).fit(steps=2)
-    plan = _resume_run(tmp_path / 'run').plan   # also after a resume
+    plan = begin(run=tmp_path / 'run').plan   # also after a resume
     clips, references, pick = set(), set(), tf.function(plan.pick)
     for step in range(10 * plan.steps_per_epoch):
         _, clip, other, _, _ = pick(tf.constant(step, tf.int64))
@@ -252,13 +253,13 @@ def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, 
 
 def test_validation_on_a_cache_of_its_own(cheap, prepared, second, other, mini, tmp_path):
     config = mini.replace(training={'gpt': {'validate_every': 2, 'steps': 2}})
-    run = new_run(prepared, config, tmp_path / 'run', val=second)
-    assert run.held_out.cache is second and run.held_out.count.sum() == 4
+    run = new_run(prepared, config, tmp_path / 'run', val_cache=second)
+    assert run.validation.cache is second and run.validation.count.sum() == 4
     assert run.plan.count.sum() == len(prepared)
     run.fit()
     assert 'val_loss' in lines_of(tmp_path / 'run')[-1]
-    again = _resume_run(tmp_path / 'run')
-    assert again.held_out.cache.folder == second.folder and again.validate() == run.validate()
+    again = begin(run=tmp_path / 'run')
+    assert again.validation.cache.folder == second.folder and again.validate() == run.validate()
     for known in ({}, {'held_out': ['low-0']}, {'val': prepared}):
         with pytest.raises(UserError, match='choose another folder'):
             new_run(prepared, config, tmp_path / 'run', **known)
@@ -350,32 +351,32 @@ def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
 def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     "Before the first update, and with each validation; a resumed run is the same one."
     mix = _Mix(prepared, ['high-1'], .5)
-    begin = lambda mix: new_run(prepared, eager, tmp_path / 'run', ['low-0'], mix=mix)
+    start = lambda mix: new_run(prepared, eager, tmp_path / 'run', ['low-0'], mix=mix)
     def feed(plan, first, last):
         "What `stream` gives, op by op."
         if plan.fixed: return read_eagerly(plan, first, last)
         turns = [plan.turn(tf.constant(n, tf.int64)) for n in range(first, last)]
         return (next(read_eagerly(plan.old if old else plan.plan, int(n), int(n) + 1)) for old, n in turns)
-    trainer = begin(mix)
+    trainer = start(mix)
     trainer.feed = feed
-    assert trainer.old.count.sum() == trainer.held_out.count.sum() == 1
+    assert trainer.old_validation.count.sum() == trainer.validation.count.sum() == 1
     # what is held out of one of the two is read from neither
     assert trainer.plan.old.count.sum() == trainer.plan.count.sum() == len(prepared) - 2
-    before = trainer._means_of(trainer.old)['loss']
+    before = trainer._means_of(trainer.old_validation)['loss']
     trainer.fit()
     log = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
     assert log[0] == {'step': 0, 'val_old_loss': before}
-    after = trainer._means_of(trainer.old)['loss']
+    after = trainer._means_of(trainer.old_validation)['loss']
     assert log[-1]['val_old_loss'] == pytest.approx(after) != before and log[-1]['val_loss'] != after
-    again = _resume_run(tmp_path / 'run')
+    again = begin(run=tmp_path / 'run')
     again.feed = feed
-    assert again.plan.share == .5 and again.old.count.sum() == 1 and again.step == 2
+    assert again.plan.share == .5 and again.old_validation.count.sum() == 1 and again.step == 2
     again.training = again.training.model_copy(update={'validate_every': 0})   # the end is measured still
     again.fit(3)
     log = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
     assert [line['step'] for line in log if 'val_old_loss' in line] == [0, 2, 3]
     for other in (None, mix._replace(share=.2), mix._replace(held_out=[])):
-        with pytest.raises(UserError, match='was trained with older clips in'): begin(other)
+        with pytest.raises(UserError, match='was trained with older clips in'): start(other)
 
 @pytest.mark.parametrize('texts, voices, share, clips, sentences', [
     ('abcd', 'xyz', .25, 3, 3), ('abcd', 'xyz', .01, 1, 1), ('abcd', 'xyz', .999, 4, 4),

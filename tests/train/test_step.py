@@ -65,7 +65,7 @@ def test_a_part_draws_by_its_index_in_the_whole_batch(plain, rows, parts, first)
     cut = [{k: v[i * size:(i + 1) * size] for k, v in rows.items()} for i in range(parts)]
     folded = [_fold_seed(seed, (first or 0) + i) for i in range(parts)]
     seeds = [seed] if parts == 1 and first is None else folded
-    wanted = [made.share(some, s, ONES) for some, s in zip(cut, seeds)]
+    wanted = [made.gradients_of(some, s, ONES) for some, s in zip(cut, seeds)]
     gradients, sums = made.gradients(rows, tf.constant(9), ONES, first)
     for name, total in sums.items():
         assert float(total) == pytest.approx(sum(float(w[1][name]) for w in wanted), rel=1e-4)

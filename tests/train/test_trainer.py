@@ -18,7 +18,8 @@ from xtts_nb.models.xtts import XTTS
 from xtts_nb.monitor import loop
 from xtts_nb.monitor.loop import StepTimer
 from xtts_nb.train import runs, trainer as trainer_page
-from xtts_nb.train.runs import new_run, _resume_run
+from xtts_nb.train.begin import begin
+from xtts_nb.train.runs import new_run
 from xtts_nb.train.trainer import checkpoints, judge, Trainer, _WORDS
 
 
@@ -43,7 +44,7 @@ def test_an_extended_run_continues_from_its_rate(cheap, prepared, mini, tmp_path
     shutil.copytree(one, two)
     new_run(prepared, config(30), one).fit()
     new_run(prepared, config(30), two).fit(20)
-    _resume_run(two).fit()
+    begin(run=two).fit()
     assert outcome(one) == outcome(two)
     found = rates(one)
     assert found[9] < .03 and found[10] < .5 and max(found[10:]) > .6 and found[29] < .03   # no jump to .7
@@ -139,10 +140,9 @@ def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_pat
     assert run.validate() == seen == run.validated and trace_count(run.evaluate) == 1
     assert {k for k in seen if 'loss' not in k} == {'val_stop', 'val_stop_short', 'val_never'}
     clips = [b['clip'].numpy()[b['weight'].numpy() > 0]
-             for b in read_eagerly(run.held_out, 0, run.held_out.steps_per_epoch)]
+             for b in read_eagerly(run.validation, 0, run.validation.steps_per_epoch)]
     assert sorted(prepared.clips[i]['id'] for i in np.concatenate(clips)) == sorted(HELD)
-    config = config.replace(data={'batch_size': 4},
-                            training={'gpt': {'text_loss_weight': 0.5, 'mode': 'eager'}})
+    config = config.replace(data={'batch_size': 4}, training={'gpt': dict(text_loss_weight=.5, mode='eager')})
     other = new_run(prepared, config, None, HELD, feed=read_eagerly).validate()
     # a clip keeps its reference
     assert other['val_text_loss'] == pytest.approx(seen['val_text_loss'], rel=1e-5)
@@ -166,15 +166,15 @@ def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, t
     best = XTTS.load(tmp_path / 'run' / 'best').gpt.final_norm.beta.numpy()
     assert np.array_equal(best, weights[10])
     assert not np.array_equal(best, run.xtts.gpt.final_norm.beta.numpy())
-    assert _resume_run(tmp_path / 'run').fit()['steps'] == 16
+    assert begin(run=tmp_path / 'run').fit()['steps'] == 16
     killed, kept = tmp_path / 'killed', tmp_path / 'killed/best/model.safetensors'
     new_run(prepared, config, killed, HELD).fit(12)
     for path in checkpoints(killed / 'checkpoints')[1:]: path.unlink()   # as if it had been killed
-    before, again = kept.read_bytes(), _resume_run(killed)
+    before, again = kept.read_bytes(), begin(run=killed)
     assert again.step == 7 and again.best == {'step': 10, 'val_loss': 1.}
     again.fit(9)   # validated with 2
     assert kept.read_bytes() == before
-    assert summary(_resume_run(killed).fit()) == summary(result)
+    assert summary(begin(run=killed).fit()) == summary(result)
 
 def test_a_training_ends_with_a_validation(given, prepared, mini, tmp_path):
     "Where its steps are no multiple of those between two; a part of it does not."
@@ -182,7 +182,7 @@ def test_a_training_ends_with_a_validation(given, prepared, mini, tmp_path):
     validated = lambda: [line['step'] for line in lines_of(tmp_path / 'run') if 'val_loss' in line]
     new_run(prepared, config, tmp_path / 'run', HELD).fit(4)
     assert validated() == [3]
-    best = _resume_run(tmp_path / 'run').fit()['best']
+    best = begin(run=tmp_path / 'run').fit()['best']
     assert validated() == [3, 5] and json.loads((tmp_path / 'run/best/best.json').read_text()) == best
 
 def judged(monkeypatch, prepared, config, folder, looked: dict) -> dict:
@@ -252,7 +252,7 @@ def test_the_best_and_the_last_model_speak_more_clips(cheap, prepared, mini, tmp
     assert np.array_equal(last, there) == (kept == 4) and best['val_dtw'] == there[0] + 3
     assert ('Compared on 3 held-out clips: distance ' + (f'{there[0] + 3:.2f}' if kept == 2 else '')) in said
     if kept == 4: return
-    again = _resume_run(tmp_path / 'run')   # the weights are those of the end, and nothing is compared twice
+    again = begin(run=tmp_path / 'run')   # the weights are those of the end, and nothing is compared twice
     assert np.array_equal(again.xtts.gpt.final_norm.beta, last)
     assert again.fit()['best'] == best and 'Compared' not in capsys.readouterr().err
 
@@ -269,7 +269,7 @@ def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp
         assert run.validate() == looked == {k: v for k, v in line.items() if k.startswith('val')}
     assert np.array_equal(beta(run.xtts), now) and not np.array_equal(mean, now)
     for kept in ('run', 'run/best'): assert np.array_equal(beta(XTTS.load(tmp_path / kept)), mean)
-    assert np.array_equal(beta(_resume_run(tmp_path / 'run').xtts), now)
+    assert np.array_equal(beta(begin(run=tmp_path / 'run').xtts), now)
 
 
 # --- callbacks of Keras ---------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_the_scheduler_of_keras_sets_the_rate_and_a_stop_changes_nothing(given, 
     assert rates(tmp_path / 'whole') == pytest.approx([epochs.training.gpt.learning_rate / 2**n
                                                        for n in (1, 2, 3, 4)])
     new_run(prepared, epochs, tmp_path / 'run', HELD).fit(3, callbacks=[halved()])
-    _resume_run(tmp_path / 'run').fit(callbacks=[halved()])
+    begin(run=tmp_path / 'run').fit(callbacks=[halved()])
     stopped = {line['step']: line['learning_rate'] for line in lines_of(tmp_path / 'run')}
     assert [stopped[s] for s in (2, 4, 6, 8)] == rates(tmp_path / 'whole')
 
@@ -378,7 +378,7 @@ def test_early_stopping_of_keras_works_and_continues_to_count(given, prepared, m
     early = lambda: keras.callbacks.EarlyStopping('val_loss', patience=3)
     new_run(prepared, config, tmp_path / 'run', HELD).fit(14, callbacks=[early()])   # the best was at 10
     heard = Noting()
-    assert _resume_run(tmp_path / 'run').fit(callbacks=[early(), heard])['steps'] == 16
+    assert begin(run=tmp_path / 'run').fit(callbacks=[early(), heard])['steps'] == 16
     assert [c for c in heard.calls if c[0] == 'on_epoch_end'] == [('on_epoch_end', 7)]
 
 def test_a_loss_that_is_no_number_ends_the_run_if_keras_is_asked_to(prepared, mini, tmp_path, monkeypatch):
@@ -386,7 +386,7 @@ def test_a_loss_that_is_no_number_ends_the_run_if_keras_is_asked_to(prepared, mi
     run = new_run(prepared, mini, tmp_path / 'run')
     # with the log line of the fourth
     assert run.fit(callbacks=[keras.callbacks.TerminateOnNaN()])['steps'] == 5
-    assert _resume_run(tmp_path / 'run').fit()['steps'] == 8
+    assert begin(run=tmp_path / 'run').fit()['steps'] == 8
 
 @pytest.mark.parametrize('callback, key', [
     (lambda: keras.callbacks.BackupAndRestore('backup'), 'BackupAndRestore'),

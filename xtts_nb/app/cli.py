@@ -108,8 +108,8 @@ def _convert_from_coqui(
     out: argument(Path, 'A new folder for the model.'),
 ):
     "Convert a checkpoint of coqui-tts into a model; no code in it is run."
-    from xtts_nb.models.convert import _from_coqui
-    with progress() as tell: result = _from_coqui(folder, out, partial(tell, 'write the tensors'))
+    from xtts_nb.models.convert import from_coqui
+    with progress() as tell: result = from_coqui(folder, out, partial(tell, 'write the tensors'))
     text = f'{out}: {result["tensors"]} tensors, {result["text_tokens"]} text tokens'
     return result | {'out': str(out)}, text
 
@@ -119,10 +119,10 @@ def _convert_to_coqui(
     folder: _ModelFolder,
 ):
     "Write a model as files that coqui-tts loads."
-    from xtts_nb.models.convert import _to_coqui
+    from xtts_nb.models.convert import to_coqui
     with progress() as tell:
         tell('write the tensors', 0, 1)
-        result = _to_coqui(folder, out)
+        result = to_coqui(folder, out)
         tell('write the tensors', 1, 1)
     return result | {'out': str(out)}, f'{out}: {result["tensors"]} tensors'
 
@@ -193,7 +193,7 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     settings = _load_settings(preset or 'tiny', config) if preset or config or not cache else cache.config
     if cache: cache.read(settings.data.ram_budget)
     start()
-    from xtts_nb.data.native import BatchPlan, cached_batches
+    from xtts_nb.data.native import BatchPlan
     from xtts_nb.files import check_results, has_keys, write_json
     from xtts_nb.models.gpt import GPT
     from xtts_nb.models.xtts import _POLICIES
@@ -203,7 +203,7 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
                   lambda: has_keys(folder / 'profile.json', 'ops', 'variables', 'unseen'))
     gpt, text_start, batches = settings.model.gpt, 1, None
     if cache:
-        batches, text_start = cached_batches(BatchPlan(cache, settings.data)), cache.tokenizer.start
+        batches, text_start = BatchPlan(cache, settings.data).stream(), cache.tokenizer.start
         batch = next(iter(batches))
     else:
         text_tokens = min(settings.data.max_text_tokens, gpt.max_text_tokens) // 2

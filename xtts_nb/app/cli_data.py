@@ -125,7 +125,7 @@ def _merge(
 ):
     "Join the parts made by `prepare --shard`; a sample of each is encoded again, and differences are named."
     start()
-    from xtts_nb.data.prepare import merge_caches
+    from xtts_nb.data.merge import merge_caches
     from xtts_nb.data.corpora import report_text
     from xtts_nb.models.dvae import load_dvae
     report = merge_caches(parts, out, load_dvae)
@@ -140,7 +140,7 @@ def _verify(
 ):
     "Check every byte of a cache; exit code 1 if a fault was found and not repaired."
     start()
-    from xtts_nb.data.prepare import verify_and_fix_cache
+    from xtts_nb.data.repair import verify_and_fix_cache
     from xtts_nb.models.dvae import load_dvae
     with progress() as tell:
         result = verify_and_fix_cache(cache, fix, source, load_dvae, partial(tell, 'verify the clips'))

@@ -324,7 +324,7 @@ def _find_learning_rate(
     start()
     import tempfile
     from xtts_nb.train.begin import settings_for
-    from xtts_nb.train.finetune import _check_rates, find_learning_rate, plot_learning_rate
+    from xtts_nb.train.learning_rate import _check_rates, find_learning_rate, plot_learning_rate
     from xtts_nb.train.runs import new_run
     _check_rates(out)
     request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,
@@ -482,8 +482,8 @@ def _bench_dual(
 ):
     "Batches per second with sequential and overlapped stages, against the rate of the slowest stage."
     from xtts_nb.config import UserError
-    from xtts_nb.train.dual import _bench_feed, pipeline_table
-    gpus, ring = _gpus(ctx.params), buffer_size or 3
+    from xtts_nb.train.dual import _bench_feed, pipeline_table, _RING
+    gpus, ring = _gpus(ctx.params), buffer_size or _RING
     if gpus and not data:
         raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
                         'or no GPUs.')

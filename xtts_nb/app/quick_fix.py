@@ -23,7 +23,7 @@ from ..settings import config_diff, flat
 from ..bench import _to_device
 from ..config import cores, UserError, workspace, XTTSConfig
 from ..data.cache import Cache
-from ..data.native import BatchPlan, cached_batches
+from ..data.native import BatchPlan
 from ..data.prepare import lesson_cache
 from ..files import atomic_file
 from ..models.dvae import DVAE, load_dvae
@@ -43,7 +43,7 @@ def training(
     xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
     trainer, numbers = Trainer(xtts, BatchPlan(cache, config.data)), itertools.count()
     step = lambda batch: trainer.train_step(_to_device(batch), tf.constant(next(numbers)))
-    return cached_batches(trainer.plan), step
+    return trainer.plan.stream(), step
 
 # %% ../../nbs/app/quick_fix.ipynb #4e2b9d5e
 @contextmanager

@@ -11,8 +11,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from collections.abc import Iterable
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from fastcore.basics import patch
 from ..config import DataConfig, UserError, XTTSConfig
 from .text import Tokenizer
 from ..files import (
-    atomic_file, atomic_folder, _check_free, _check_own, fingerprint, has_keys, inside, _raise_file_limit,
-    read_json, _read_json_lines, _real_place, _with_ending, _without_part, write_json)
+    atomic_file, _check_free, _check_own, fingerprint, has_keys, inside, _raise_file_limit, read_json,
+    _read_json_lines, _real_place, _with_ending, _without_part)
 
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 _FORMAT = 2     # version of the cache format
@@ -433,25 +433,6 @@ class _InFiles:
 
         with tf.device(_HOST):
             return tf.map_fn(row, (first, count, _places(count, width, around)), fn_output_signature=dtype)
-
-# %% ../../nbs/data/cache.ipynb #row0c1d8
-def _stored_columns(
-    folder: str | Path,
-    key: str,                  # fingerprint of what the columns depend on
-    make: Callable,            # () -> columns, called if `folder` has none with this key
-) -> dict[str, np.ndarray]:
-    "Columns of a folder, memory-mapped; made and written there if they are missing."
-    folder = Path(folder)
-    facts = read_json(folder / 'columns.json') if (folder / 'columns.json').is_file() else {}
-    if facts.get('key') != key:
-        own = {'columns.json', *facts.get('columns', ())}
-        with atomic_folder(folder, partial(_check_own, own=own.__contains__, what='a plan')) as part:
-            columns = make()
-            for name, array in columns.items(): array.tofile(part / name)
-            facts = {'key': key, 'columns': {name: [str(a.dtype), a.shape] for name, a in columns.items()}}
-            write_json(part / 'columns.json', facts)
-    return {name: np.memmap(folder / name, dtype, 'c', shape=tuple(shape)) if np.prod(shape)
-            else np.zeros(shape, dtype) for name, (dtype, shape) in facts['columns'].items()}
 
 # %% ../../nbs/data/cache.ipynb #lim0e1f2
 def _clip_limits(

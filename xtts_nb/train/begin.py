@@ -23,9 +23,9 @@ from xtts_nb.settings import (
     check_used, config_diff, flat, layers_of, nested, _RATE_KEYS, rates, _Resolved, resolve, _SMALL,
     usual_rates)
 from .caches import _corpus_cache, _is_corpus, silent
-from .dual import _check_no_codes, Feed
-from .finetune import (
-    _check_memory, _compute_capability, _find_batch_size, _free_memory, _new_rows)
+from .dual import _check_no_codes, Feed, _RING
+from .finetune import _new_rows
+from .memory import _check_memory, _compute_capability, _find_batch_size, _free_memory
 from .runs import (
     _base_config, _check_made_for, held_out_share, _Mix, new_run, open_cache, _run_facts)
 from .trainer import Trainer
@@ -98,7 +98,7 @@ def settings_for(
     say: Callable = print,
     **options,                        # by short name or key, as of `option_keys`
 ) -> _Request:
-    "The settings of a training, and where the value of each key comes from."
+    "Resolve the settings of a training and where each value comes from; `UserError` for a refused one."
     run, data = run and Path(run), data and Path(data)
     facts = _run_facts(run) if run else {}   # refuses a folder that holds something else
     folder = None if _is_corpus(data) else data or facts.get('cache')
@@ -111,7 +111,8 @@ def settings_for(
     file = next(iter(config), None)
     layers = layers_of(gpu_preset, optimization_level, options)
     resolved = resolve(begun, origin, config | layers, file, say)
-    base = base or facts.get('base')
+    if not base and (base := facts.get('base')) and not (Path(base) / 'model.safetensors').is_file():
+        raise UserError(f'{run}: began from the model in {base}, which is gone; put it back there.')
     resolved = _with_rates(resolved, base, origin, file, bool(facts), say)
     if cache: _check_prepared(cache, begun, resolved.config, layers['options'])
     return _Request(resolved, facts, cache, base and Path(base))
@@ -143,10 +144,11 @@ def _one_or_all(make: Callable, replicas: int, config, cache, mixed: bool, say) 
     say(f'Each of {replicas} GPUs computes its share of every batch.')
     return make, replicas
 
-def _feed(cache: Cache, config: XTTSConfig, devices: _DevicePlan, on_device: bool, ring: int, say) -> dict:
+def _feed(cache: Cache, config: XTTSConfig, devices: _DevicePlan, on_device: bool, ring: int | None,
+          say) -> dict:
     "Where the batches of a runtime cache are made; empty if codes are prepared and no GPU was requested."
     if _in_cluster() or ('codes' in cache.manifest['stored'] and not on_device): return {}
-    feed = Feed(cache, config, devices, ring)
+    feed = Feed(cache, config, devices, ring or _RING)
     limits = [f'GPU {card}: {" and ".join(map(str, parts))} MiB.'
               for card, parts in devices.limits.items() if parts]
     for line in (devices.line, *limits): say(line)
@@ -188,7 +190,7 @@ def with_validation(
     steps: int | None = None,    # of the training; default: as configured
     updates: int | None = None,  # in all, where epochs say how long
 ) -> XTTSConfig:
-    "Settings with the steps of a part's training, if given; held-out data turns validation on."
+    "Set the steps of a part's training, if given, and turn validation on if data are held out."
     if steps: config = config.replace(training={part: {'steps': steps}})
     training = getattr(config.training, part)
     if not val or training.validate_every: return config
@@ -208,7 +210,7 @@ def _with_interval(config: XTTSConfig, begun: XTTSConfig | None, val, cache) -> 
 # %% ../../nbs/train/begin.ipynb #b5eeb5af
 def largest_batch(cache: Cache, config: XTTSConfig, base: Path | None = None,
                   mix: _Mix | None = None) -> tuple:
-    "Codes and text tokens of the largest bucket, and the rows of new tokens that are trained."
+    "Return S and T of the largest bucket, and the ranges of the new tokens whose rows are trained."
     tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
     caches = [cache, mix.cache] if mix else [cache]
     shapes = [BatchPlan(part, config.data).shapes[-1] for part in caches]
@@ -230,8 +232,8 @@ def _in_memory(config, largest: tuple, fit: bool, devices: _DevicePlan, replicas
     if fit: config = _fit_batch(config, largest, None, say, tell)[0]
     codes, text, runs = largest
     rows = max(config.training.gpt.grad_accum_steps, config.data.batch_size // replicas)
-    share = config.replace(data={'batch_size': rows}) if replicas > 1 else config
-    say(_check_memory(share, codes, text, sum(b - a for a, b in runs), _free_memory(devices)))
+    on_each = config.replace(data={'batch_size': rows}) if replicas > 1 else config
+    say(_check_memory(on_each, codes, text, sum(b - a for a, b in runs), _free_memory(devices)))
     return config
 
 def _check_fit(gpus: dict):
@@ -279,7 +281,7 @@ def begin(
     tell: Callable = silent,             # receives progress: (stage, done, total, note)
     **options,                           # settings by short name (`steps`, `lr`, ...) or key; presets
 ) -> Trainer:
-    "A trainer of the GPT on a cache, or that of an existing run; in a cluster one of several workers."
+    "Make a trainer of the GPT on a cache, or resume a run; raises `UserError` for requests that do not fit."
     run = run and Path(run)
     _known_run(run, data, 'train: neither a cache nor a run is given',
               'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
@@ -294,10 +296,11 @@ def begin(
     on_device, config = bool(gpus or ring), settings.config
     prepare = partial(_corpus_cache, say=say, tell=tell)
     if on_device and not cache: config = _without_codes(config)
-    cache = open_cache(cache.folder if cache else prepare(data, config, base), config)
+    if not cache: cache = Cache(prepare(data, config, base), in_memory=False)
+    cache.read(config.data.ram_budget)
     _check_made_for(cache, config)   # before the memory is checked: that needs a model that can be trained
     make, replicas = _one_or_all(make, replicas, config, cache, 'mix' in facts, say)
-    feed = _feed(cache, config, devices, on_device, ring or 3, say)
+    feed = _feed(cache, config, devices, on_device, ring, say)
     older = _mix(mix, mix_share, val, facts, config, cache, bool(feed), say, tell)
     largest = largest_batch(cache, config, base, older)
     config = _in_memory(config, largest, fit_memory, devices, replicas, say, tell)

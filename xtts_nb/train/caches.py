@@ -24,7 +24,7 @@ from .parts import new_dvae_run
 
 # %% ../../nbs/train/caches.ipynb #a634d03b
 def silent(name: str, done: int, total: int, note: str = ''):
-    "The progress of a caller that shows none."
+    "Show no progress."
 
 def _train_dvae_for(
     clips: list,         # of `read_corpus`
@@ -100,7 +100,7 @@ def prepare(
     workers: int | None = None,
     part: tuple[int, int] = (1, 1),   # (I, N)
 ) -> dict:
-    "Turn a corpus into a cache, as `xtts-nb prepare` does; returns the report."
+    "Turn a corpus into a cache, as `xtts-nb prepare` does; `UserError` if no usable cache is possible."
     corpus, out, config, dvae = Path(corpus), Path(out), config or XTTSConfig.tiny(), dvae and Path(dvae)
     say(layout_line(corpus, layout))
     key = '' if dvae else _learned_key(corpus, config, layout)

@@ -62,7 +62,7 @@ def _this_worker(resolver) -> tuple[int, int]:
 def setup_gpu_strategy(
     devices: list[str] | None = None,   # to work on; default: all GPUs
 ) -> tf.distribute.Strategy:
-    "Several machines if a resolver names them, else all GPUs, else one, else TensorFlow's default."
+    "Choose a strategy: several machines if a resolver names them, else all GPUs, else one, else the default."
     if resolver := _cluster_resolver():
         return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     devices = devices or card_names()
@@ -97,7 +97,7 @@ class Share:
 _WHOLE = 'whole_'   # prefix of the names of arrays that cover all rows
 
 class ShareReader:
-    "Step -> the rows of one worker; `whole_weight`, `whole_text_length`, `whole_code_length` cover all rows."
+    "Reads the rows of one worker; `whole_weight`, `whole_text_length`, `whole_code_length` (B,) cover all."
     def __init__(self, share: Share, own=None):   # reader of the worker's rows; default: `_reader_of`
         self.plan, self.own, cache = share.plan, own or _reader_of(share), share.cache
         self.lengths = {'text_length': Column(cache.text_length), 'code_length': Column(cache.codes_length)}
@@ -140,6 +140,8 @@ class _Replicas:
         self.evaluate_steps = compiled(lambda u: u.evaluate)
 
     def __getattr__(self, name): return getattr(self.updates[0], name)   # the same on every device
+    def __call__(self, batch, number): return distributed_train_step(self, batch, number)
+    def evaluate(self, batch): return distributed_validation_step(self, batch)
 
     @contextmanager
     def as_trained(self):
@@ -179,7 +181,7 @@ def _counts(replicas: _Replicas, batch: dict) -> dict:
     return token_counts(replicas.gpt, whole)
 
 def distributed_train_step(replicas: _Replicas, batch: dict, number) -> dict:
-    "(rows of this worker, number of the update) -> what `Update` gives for all rows."
+    "Make one update on all devices from this worker's rows; returns the scalars of `Update` for all rows."
     counts, losses_of = _counts(replicas, batch), []
     sums = replicas.all_reduce(lambda i: _gradients(replicas, batch, number, counts, i))
     for device, finish, (gradients, losses) in zip(replicas.devices, replicas.finish_steps, sums):
@@ -187,7 +189,7 @@ def distributed_train_step(replicas: _Replicas, batch: dict, number) -> dict:
     return losses_of[0]
 
 def distributed_validation_step(replicas: _Replicas, batch: dict) -> dict:
-    "Rows of this worker -> what `Update.evaluate` gives for all rows."
+    "Evaluate on all devices from this worker's rows; returns the sums of `Update.evaluate` for all rows."
     devices = len(replicas.devices)
     return replicas.all_reduce(lambda i: replicas.evaluate_steps[i](_rows(batch, i, devices)))[0]
 
@@ -245,29 +247,26 @@ def _check_alike(copies: _Replicas, *facts):
 # %% ../../nbs/train/distributed.ipynb #eb9a36f2
 class _DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
-    def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, held_out: BatchPlan | None = None,
+    def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, validation: BatchPlan | None = None,
                  update: Update | None = None, *, strategy, listen=None):
         update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training.gpt, plan))
         copies = self.copies = _Replicas(update, xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
         _check_alike(copies, xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
         share = partial(Share, worker=copies.worker, workers=copies.workers, to_gpu=len(copies.devices) == 1)
-        plans = [share(some) if some else None for some in (plan, held_out)]
+        plans = [share(some) if some else None for some in (plan, validation)]
         feed = _code_feed(xtts.config, copies.devices, [*filter(None, plans)])
         listen = None if copies.worker else listen
         super().__init__(xtts, plans[0], run, plans[1], copies, feed, listen=listen)
         self.last_vote = tf.constant(0.)
-        self.compile()
         self.votes = tf.function(lambda vote: copies.all_reduce(lambda i: vote)[0])
         self.bit_sums = tf.function(lambda: _all_bit_sums(copies))
         self._begin_as_first()
 
-    def compile(self):
-        "Compile what all workers do together; only the parts on a device are compiled by XLA."
+    def compiled(self, step):
+        "`step`, which all workers do together, without XLA: it compiles only the parts on a device."
         mode = 'eager' if self.training.mode == 'eager' else 'graph'
-        graph = self.training.model_copy(update={'mode': mode})
-        self.train_step = compile_step(partial(distributed_train_step, self.copies), graph)
-        self.evaluate = compile_step(partial(distributed_validation_step, self.copies), graph)
+        return compile_step(step, self.training.model_copy(update={'mode': mode}))
 
     def place(self, batch): return _to_device(batch) if len(self.copies.devices) == 1 else batch
 

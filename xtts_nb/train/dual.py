@@ -85,13 +85,13 @@ class SerialBatches(Batches):
 
 # %% ../../nbs/40_dual_gpu.ipynb #18cf7842
 def by_stage(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    "The spans of each stage, in order of time."
+    "Sort spans by stage, each list in order of time."
     stages = {}
     for span in sorted(spans, key=lambda s: (s.start, s.end)): stages.setdefault(span.stage, []).append(span)
     return stages
 
 def overlap(spans: Iterable[Span]) -> dict:   # wall, work: seconds; rate: batches/s; model_wait_share
-    "Measures of a run; if its stages overlap, `wall` is less than `work`."
+    "Measure a run from its spans; if its stages overlap, `wall` is less than `work`."
     spans = list(spans)
     model = by_stage(spans)['model']
     wall, used = max(s.end for s in spans) - min(s.start for s in spans), sum(s.end - s.start for s in model)
@@ -124,7 +124,7 @@ def plot_timeline(
     runs: dict[str, Iterable[Span]],   # a title for each picture
     devices: dict[str, str] = {},      # noqa: B006 -- of the stages, where they are known
 ):                                     # matplotlib Figure
-    "A timeline: which stage worked on which batch in the steady period, the same seconds of each run."
+    "Draw which stage worked on which batch in the steady period, the same number of seconds of each run."
     from matplotlib.figure import Figure
     runs = {title: list(spans) for title, spans in runs.items()}
     periods = {title: _steady_period(spans) for title, spans in runs.items()}
@@ -198,9 +198,11 @@ class _Ring:
             self.changed.notify_all()
 
 # %% ../../nbs/40_dual_gpu.ipynb #85698196
+_RING = 3   # batches before the model, unless a caller wants another number
+
 class Pipeline(Batches):
     "Batches of `source` after all `stages`, each stage in its own thread; use it in a `with`, or close it."
-    def __init__(self, source: Iterable, stages: dict[str, Callable], ring: int = 3, between: int = 2,
+    def __init__(self, source: Iterable, stages: dict[str, Callable], ring: int = _RING, between: int = 2,
                  max_spans: int = 10_000):
         super().__init__(max_spans)
         source = iter(source)
@@ -259,7 +261,7 @@ class _SoundReader(WavReader):
         return super().sounds(clip, other, start, bucket) | {'code_length': length, 'coded': coded}
 
 def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
-    "Batches of samples of steps first, first + 1, ...; raises `UserError` if a recording cannot be read."
+    "Read batches of samples (B, N) of steps first, first + 1, ...; `UserError` for an unreadable recording."
     make = getattr(plan, 'sound_reader', _SoundReader)   # a worker's share of a plan has its own
     data = plan.data.model_copy(update={'prefetch_to_gpu': False})
     try:
@@ -284,7 +286,7 @@ def finish_batch(
     dvae,
     config: XTTSConfig,
 ) -> dict:                # as from `CacheReader`
-    "Mels and codes of a batch of samples."
+    "Compute references (B, F, C) and codes (B, S) from a batch of samples (B, N)."
     audio, coded = config.model.audio, batch['coded']
     mel = _mels_of(batch['wav'], audio.dvae_n_fft, audio)
     codes = dvae.encode(mel, batch['mel_length'])[:, :coded.shape[1]]
@@ -310,7 +312,7 @@ class Feed:
         cache: Cache,
         config: XTTSConfig,
         devices: _DevicePlan,
-        ring: int = 3,          # batches on the model's device; 1, the one in use, without `prefetch_to_gpu`
+        ring: int = _RING,      # batches on the model's device; 1, the one in use, without `prefetch_to_gpu`
         threads: bool = True,   # False: one stage after the other, as a baseline
     ):
         _check_no_codes(cache)
@@ -392,7 +394,7 @@ def dual_trainer(
     devices: _DevicePlan,
     **feed,              # `ring` and `threads` of `Feed`
 ) -> Trainer:
-    "A trainer without a folder, to measure with; its model is made on the model's device."
+    "Make a trainer without a folder, to measure with; its model is on the model's device."
     feed = Feed(cache, config, devices, **feed)
     keras.utils.set_random_seed(config.training.gpt.seed)
     with _on_device(devices.model):
@@ -400,7 +402,7 @@ def dual_trainer(
         return Trainer(xtts, BatchPlan(cache, config.data), feed=feed, device=devices.model)
 
 def run_feed(trainer: Trainer, steps: int) -> tuple[list[float], Batches]:
-    "The losses of some updates from update 0 on, and the batches with their spans."
+    "Make some updates from update 0 on; returns their losses, and the batches with their spans."
     losses = []
     with _on_device(trainer.device), trainer.feed(trainer.plan, 0, steps) as batches:
         for number, batch in enumerate(batches):
@@ -426,7 +428,7 @@ def _pipeline_rows(
     return rows
 
 def pipeline_table(rows: list[dict]) -> list[dict]:
-    "Rows of `_pipeline_rows`, formatted; older records lack the shares of the stages."
+    "Format rows of `_pipeline_rows` with their units; older records lack the shares of the stages."
     share = lambda value: None if value is None else f'{value:.1%}'
     name = lambda n: f'{n}, emulated' if n in ('serial', 'pipelined') else n   # of `benchmarks/dual.py`
     return [{'name': name(r['name']), 'batches/s': f'{r["rate"]:,.2f}', 'ratio': r.get('ratio'),

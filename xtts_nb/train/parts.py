@@ -137,11 +137,11 @@ def _dvae_trainer(
     mels: np.ndarray,               # (total F, C) log-mels end to end
     config: XTTSConfig,
     run: Path | None = None,        # folder to resume from
-    held_out: float = 0.,           # share of the frames, the last ones, to validate on
+    val: float = 0.,                # share of the frames, the last ones, to validate on
 ) -> Trainer:
     "A trainer of a new DVAE of `config`'s size."
     keras.utils.set_random_seed(config.training.dvae.seed)
-    dvae, held = DVAE(config), round(len(mels) * held_out)
+    dvae, held = DVAE(config), round(len(mels) * val)
     dvae.mel_stats.assign(mel_stats(mels))
     validation = _Crops(mels[-held:], config) if held and config.training.dvae.validate_every else None
     update = _DVAEUpdate(dvae, config.training.dvae)
@@ -152,7 +152,7 @@ def train_dvae(
     config: XTTSConfig,
     progress=None,                  # called with (done, total, the metrics of the latest log line)
 ) -> tuple[DVAE, dict]:             # and the summary of the training
-    "A DVAE of `config`'s size fitted to `mels`."
+    "Train a new DVAE of `config`'s size on `mels`; `UserError` if losses stay not finite."
     trainer = _dvae_trainer(mels, config)
     result = trainer.fit(progress=progress)
     return trainer.update.model, result
@@ -169,18 +169,18 @@ def new_dvae_run(
     run: str | Path,
     config: XTTSConfig | None = None,   # default: the run's own
     mels=None,                          # () -> (total F, C) log-mels end to end, called for a new run
-    held_out: float = 0.,               # share of them to validate on
+    val: float = 0.,                    # share of them to validate on
     corpus: str | Path | None = None,   # that they are from
 ) -> Trainer:
-    "A new or resumed run of a DVAE; raises `UserError` for no or other mels than those of the run."
+    "Begin or resume a run of a DVAE; raises `UserError` for no or other mels than those of the run."
     run = Path(run)
     facts = _run_facts(run, 'dvae')
     if not (facts or mels):
         raise UserError(f'{run}: holds no run; begin one with xtts-nb train-dvae CORPUS --run {run}.')
     corpus = corpus and str(Path(corpus).resolve())
-    _check_origin(run, facts, {'corpus': corpus, 'held_out': held_out or None})
+    _check_origin(run, facts, {'corpus': corpus, 'held_out': val or None})
     if not facts:
-        facts = {'part': 'dvae', 'held_out': held_out, 'corpus': corpus}
+        facts = {'part': 'dvae', 'held_out': val, 'corpus': corpus}
         busy = f'{run}: another process begins a run here.'
         with locked(run / 'lock', busy):
             with atomic_file(run / 'mels.npy') as part, open(part, 'wb') as file: np.save(file, mels())
@@ -413,8 +413,8 @@ class _DecoderUpdate(_PartUpdate):
     def __init__(self, decoder: HiFiGAN, encoder: SpeakerEncoder, learning: bool, config: XTTSConfig):
         self.speaker = config.model.speaker
         self.rate = config.model.decoder.sample_rate
-        self.decoder, self.encoder, self.critic = decoder, encoder, Critic(config.training.decoder,
-                                                                           name='critic')
+        self.decoder, self.encoder = decoder, encoder
+        self.critic = Critic(config.training.decoder, name='critic')
         nets = {'decoder': decoder, 'speaker': encoder, 'critic': self.critic}
         super().__init__(decoder, nets, config.training.decoder)
         self.vector_weights = encoder.trainable_variables if learning else []
@@ -526,7 +526,7 @@ def new_decoder_run(
     corpus: str | Path | None = None,   # of the cache, if it was moved
     progress=None,                      # called with (done, total) while the bank is made
 ) -> Trainer:
-    "A new or resumed run of a decoder; raises `UserError` if there is neither a run nor a model."
+    "Begin or resume a run of a decoder; raises `UserError` if there is neither a run nor a model."
     run = Path(run)
     facts = _run_facts(run, 'decoder')
     if not facts and not (model and cache):

@@ -26,7 +26,7 @@ from ..devices import _DevicePlan, setup_devices
 from ..files import atomic_file, named_weights
 from ..monitor.loop import time_phases
 from ..records import _device_name
-from .dual import dual_trainer, overlap, plot_timeline, run_feed, _stage_rows
+from .dual import dual_trainer, overlap, plot_timeline, _RING, run_feed, _stage_rows
 from .step import compile_step, token_counts, token_losses, total_loss, Update
 from .trainer import Trainer
 
@@ -101,7 +101,7 @@ def split(
     batch,
     rounds: int = 7,
 ) -> list[dict]:       # {name, ms, share, spread}
-    "Median times of forward, backward and optimizer, measured in turns."
+    "Measure forward, backward and optimizer in turns; returns the median milliseconds of each."
     number = tf.constant(0)
     runs = {name: lambda step=step: len([wait_for(step(batch, number))]) for name, step in steps.items()}
     arms = compare(runs, 'step_ms', rounds).arms   # a run is one item
@@ -120,7 +120,7 @@ def _peak_memory(work) -> int | None:   # bytes
     return tf.config.experimental.get_memory_info('GPU:0')['peak'] - before if gpus else None
 
 def memory(rows: list[dict], batch, peak: int | None) -> list[dict]:   # {owner, bytes, how}
-    "Memory by owner: variables, gradients, the batch, and the rise during a step."
+    "Sum the bytes by owner: variables, gradients, the batch, and the rise during a step."
     sums = Counter()
     for r in rows: sums[r['owner']] += r['bytes']
     size = lambda x: int(x.shape.num_elements() * x.dtype.size)
@@ -136,7 +136,7 @@ def memory(rows: list[dict], batch, peak: int | None) -> list[dict]:   # {owner,
 def trace(
     folder: str | Path,   # gets plugins/profile/<date>/<host>.xplane.pb
 ):
-    "Record what host and device do inside the block."
+    "Record what host and device do inside the block; `UserError` if the folder cannot be written."
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tf.profiler.experimental.start(str(folder))
@@ -159,7 +159,7 @@ def profile(
     batches=None,            # of a pipeline, to measure the step together with its data
     tell=lambda name: None,  # called with the name of each stage
 ) -> dict:                   # device, mode, variables, ops, split, memory, phases, trace, unseen
-    "Placement, split, memory and a trace of a training step; it makes real updates."
+    "Measure placement, times, memory and a trace of a training step; it makes real updates."
     tell('place')
     batch, number = _to_device(batch), tf.constant(0)
     rows, ops = _variable_placement(update), _op_placement(update, batch, number)
@@ -198,7 +198,7 @@ def _size(n: int | None) -> str:
     return f'{n / 2**power:.{1 if power else 0}f} {unit}'
 
 def tables(result: dict) -> dict[str, tuple]:   # {title: (header, rows of text)}
-    "The result of `profile` as short tables."
+    "Sort the result of `profile` into short tables, with units."
     placed = [(owner, device, f'{n:,}', _size(b))
               for owner, device, n, b in _sum_by_owner(result['variables'])]
     by_device = Counter()
@@ -237,7 +237,7 @@ def _table(header, rows) -> Table:
     return table
 
 def profile_text(result: dict) -> str:
-    "The short tables for a terminal."
+    "Format the short tables for a terminal."
     title = f'{result["device"]}, a step of {sum(r["ms"] for r in result["split"]):.1f} ms'
     parts = [_drawn(name, _table(*table)).export_text() for name, table in tables(result).items()]
     parts = ['\n'.join(map(str.rstrip, part.splitlines())) for part in parts]
@@ -279,7 +279,7 @@ def write_page(result: dict, path: str | Path) -> Path:
 
 # %% ../../nbs/train/profile.ipynb #2366366a
 def device_placement(trainer: Trainer) -> list[dict]:   # {owner, name, device, bytes, wanted}
-    "Where all variables and the latest batches of a trainer with a `Feed` are; TensorFlow places int32."
+    "List where the variables and the latest batches of a trainer with a `Feed` are; TensorFlow places int32."
     feed, xtts = trainer.feed, trainer.xtts
     groups = [('DVAE of the data device', named_weights(feed.dvae), feed.devices.data),
               ('model', {v.path: v for v in xtts.gpt.variables}, trainer.device),
@@ -298,7 +298,7 @@ def device_placement(trainer: Trainer) -> list[dict]:   # {owner, name, device, 
             for owner, name, device, size, wanted, whole in rows]
 
 def placement_summary(rows: list[dict]) -> list[dict]:
-    "`device_placement`, summed by owner and device; raises `AssertionError` naming misplaced tensors."
+    "Sum `device_placement` by owner and device; raises `AssertionError` naming misplaced tensors."
     wrong = [f'{r["name"]} ({r["owner"]}) on {r["device"]} instead of {r["wanted"]}'
              for r in rows if r['device'] != r['wanted']]
     assert not wrong, f'{len(wrong)} in the wrong place: {", ".join(wrong[:5])}'
@@ -322,7 +322,7 @@ def _slowest_stage_text(rows: list[dict], numbers: dict) -> str:   # of `_stage_
 
 # %% ../../nbs/train/profile.ipynb #fa750eaf
 def save_timeline(path: str | Path, runs: dict, devices: dict) -> Path:
-    "The timeline of some runs as a picture file."
+    "Write the timeline of some runs as a PNG."
     path = Path(path)
     with atomic_file(path) as part: part.write_bytes(png_bytes(plot_timeline(runs, devices)))
     return path
@@ -331,7 +331,7 @@ def _profile_dual(
     data: str | Path,                     # a runtime cache
     out: str | Path = 'dual.png',         # the picture
     steps: int = 30,
-    ring: int = 3,                        # batches before the model
+    ring: int = _RING,                    # batches before the model
     devices: _DevicePlan | None = None,    # default: two of `setup_devices`
 ) -> dict:   # rows, picture, verdict, wall, work, rate, model_wait_share, ring_max, losses
     "The work of each stage, as rows and as a timeline; call it before TensorFlow runs anything."

@@ -37,7 +37,7 @@ def open_cache(
     config: XTTSConfig | None = None,   # settings of the run; default: those of the cache
     *beside: Cache | None,              # those that have a part of the budget already
 ) -> Cache:
-    "A cache, in memory if `data.ram_budget` allows it, else mapped."
+    "Open a cache, in memory if `data.ram_budget` (GiB) allows it, else mapped; `UserError` if damaged."
     cache = Cache(folder, in_memory=False)
     budget = (config or cache.config).data.ram_budget
     return cache.read(budget - sum(other.held for other in beside if other) / 2**30)
@@ -49,7 +49,7 @@ def held_out_share(
     cache: Cache,
     share: float,      # of the sentences, at least one
 ) -> list[str]:        # ids of clips
-    "The clips of a share of the sentences; where several voices read each, as many single clips."
+    "Choose the clips of a share of the sentences; `UserError` if none would be left to train on."
     if not 0 < share < 1:
         raise UserError(f'A share of {share} of the sentences cannot be held out; give one between 0 and 1.')
     read = {}   # {text: {speaker: the id of a clip}}
@@ -210,7 +210,7 @@ def _with_older(
     plan = _Replay(BatchPlan(cache, data, np.flatnonzero(~left_out), keep, encoder, shapes=shapes),
                   BatchPlan(old, data, np.flatnonzero(~old_left_out), None, old_encoder, shapes=shapes),
                   mix.share)
-    return plan, {'old': _fixed(old, config, old_out, old_encoder)} if old_out.any() else {}
+    return plan, {'old_validation': _fixed(old, config, old_out, old_encoder)} if old_out.any() else {}
 
 # %% ../../nbs/train/runs.ipynb #cdd4f009
 _COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'decoder': 'train-decoder'}   # part -> its command
@@ -243,23 +243,23 @@ def new_run(
     run: str | Path | None,      # folder; None: nothing is saved
     held_out: list[str] = (),    # ids of clips to keep out of training
     base: str | Path | None = None,   # folder of a model to begin from
-    val: Cache | None = None,    # another cache to validate on
+    val_cache: Cache | None = None,   # another cache to validate on
     mix: _Mix | None = None,      # older clips to train on as well
     make=None,                   # called with the arguments of `Trainer`; default: `Trainer`
     **where,                     # `feed` and `device` of `Trainer`
 ) -> Trainer:
-    "A trainer that saves its state in `run` and resumes from it; raises `UserError` if that is another run."
+    "Make a trainer that saves its state in `run` and resumes from it; `UserError` if that is another run."
     run = run and Path(run)
     config = _base_config(base, config)
-    if val and held_out:
-        raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give '
+    if val_cache and held_out:
+        raise UserError(f'{run}: clips held out and {val_cache.folder} cannot both be validated on; give '
                         'one of them.')
     if mix and (make or 'feed' in where):
         raise UserError(f'{run}: older clips can be mixed in only on one device; leave them out.')
-    caches = [part for part in (cache, val, mix and mix.cache) if part]
+    caches = [part for part in (cache, val_cache, mix and mix.cache) if part]
     for part in caches[1:]: _check_alike(cache, part)
     for part in caches: _check_made_for(part, config)
-    origin = _origin(base, val, mix)
+    origin = _origin(base, val_cache, mix)
     if run and (known := _run_facts(run)): _check_run(run, known, cache, held_out, origin)
     out = _held_out_mask(cache, held_out)
     for part in caches:
@@ -272,24 +272,25 @@ def new_run(
     encoder = None if 'feed' in where else _encoder(cache, config)
     if mix: plan, more = _with_older(cache, out, config, mix, plan_folder, encoder)
     else: plan, more = BatchPlan(cache, config.data, np.flatnonzero(~out), plan_folder, encoder), {}
-    if val: cache, out, encoder = val, np.ones(len(val), bool), _encoder(val, config)
+    if val_cache: cache, out, encoder = val_cache, np.ones(len(val_cache), bool), _encoder(val_cache, config)
     validation, listener = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
     listen = listener and listener(config.training.gpt.eval_clips)
     with _on_device(where.get('device')):
         rows = _new_rows(config, xtts.tokenizer, plan.cache.languages)
         update = _make_update(xtts.gpt, _epochs_to_steps(config.training.gpt, plan), rows)
         trainer = (make or Trainer)(xtts, plan, run, validation, update, listen=listen, **more, **where)
-    if listener and config.training.gpt.judge_by == 'dtw': trainer.eval_last = partial(listener,
-                                                                                         _LAST_CLIPS)
+    if listener and config.training.gpt.judge_by == 'dtw':
+        trainer.eval_last = partial(listener, _LAST_CLIPS)
     if run: _write_run(run, config, plan.cache, held_out, origin)
     return trainer
 
 # %% ../../nbs/train/runs.ipynb #e5b2c3d4
-def _origin(base: str | Path | None, val: Cache | None, mix: _Mix | None = None) -> dict:
+def _origin(base: str | Path | None, val_cache: Cache | None, mix: _Mix | None = None) -> dict:
     "The facts about the base model, the cache for validation and the older clips."
     base = base and Path(base).resolve()
     begun = {'base': str(base), 'base_sha': file_sha(base / 'model.safetensors')} if base else {}
-    begun |= {'val': str(val.folder.resolve()), 'val_key': val.manifest['key']} if val else {}
+    if val_cache:
+        begun |= {'val': str(val_cache.folder.resolve()), 'val_key': val_cache.manifest['key']}
     return begun | ({'mix': str(mix.cache.folder.resolve()), 'mix_key': mix.cache.manifest['key'],
                      'mix_share': mix.share, 'mix_held_out': sorted(mix.held_out)} if mix else {})
 
@@ -376,12 +377,12 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray):   # (number of clips) 
     return lambda count: Listener(xtts, cache, clips, count, encoder)
 
 # %% ../../nbs/train/runs.ipynb #1337b1c1
-def _check_alike(cache: Cache, val: Cache):
+def _check_alike(cache: Cache, other: Cache):
     "Raise `UserError` unless both caches were made with the same DVAE, tokenizer and mel settings."
     for kind in ARRAYS:
-        ours, theirs = (c.manifest['keys'][kind] for c in (cache, val))
+        ours, theirs = (c.manifest['keys'][kind] for c in (cache, other))
         if ours != theirs:
-            raise UserError(f'{val.folder}: its {kind} have the key {theirs}, those of {cache.folder} '
+            raise UserError(f'{other.folder}: its {kind} have the key {theirs}, those of {cache.folder} '
                             f'{ours}; prepare it again with xtts-nb prepare CORPUS --dvae {cache.folder}.')
 
 def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin: dict):
@@ -405,21 +406,6 @@ def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin
         mixed = f'older clips in {known["mix"]}, {what} {known[key]}' if old else 'no older clips'
         raise UserError(f'{run}: was trained with {mixed}; give the same or choose another folder.')
 
-def _resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of `Trainer`
-    "The trainer of an existing run; raises `UserError` if there is none."
-    run = Path(run)
-    if not (run / 'run.json').is_file():
-        raise UserError(f'{run}: holds no run; begin one with xtts-nb train --data CACHE --run {run}.')
-    facts, config = _run_facts(run), XTTSConfig.load(run / 'config.yaml')
-    base = facts.get('base')
-    if base and not (Path(base) / 'model.safetensors').is_file():
-        raise UserError(f'{run}: began from the model in {base}, which is gone; put it back there.')
-    cache = open_cache(facts['cache'], config)
-    val = open_cache(facts['val'], config, cache) if 'val' in facts else None
-    mix = _Mix(open_cache(facts['mix'], config, cache), facts['mix_held_out'], facts['mix_share']) \
-        if 'mix' in facts else None
-    return new_run(cache, config, run, facts['held_out'], base, val, mix=mix, **where)
-
 # %% ../../nbs/train/runs.ipynb #97ee66f6
 def export_run(
     run: str | Path,
@@ -427,7 +413,7 @@ def export_run(
     best: bool = False,          # the model of the best validation instead of the newest
     precision: str = 'float32',  # or bfloat16, of the tensors in the file
 ) -> dict:                       # out, bytes
-    "Write only the model of a run, as a folder that `XTTS.load` reads."
+    "Write only the model of a run, as a folder that `XTTS.load` reads; `UserError` if there is none."
     run, out = Path(run), Path(out)
     if best and not (run / 'best' / 'config.yaml').is_file():
         raise UserError(f'{run}: keeps no best model; set training.gpt.validate_every and hold clips out.')

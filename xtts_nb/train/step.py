@@ -32,7 +32,7 @@ def random_batch(
     text: int,        # T
     codes: int,       # S
 ) -> dict:            # as from `data`
-    "A batch of random numbers; no row is padded."
+    "Draw a batch of random ids and references; no row is padded."
     B, F, C = config.data.batch_size, config.data.reference_frames, config.model.audio.n_mels
     draw = np.random.default_rng(config.training.gpt.seed)
     ids = lambda n, top: tf.constant(draw.integers(3, top, (B, n)), tf.int32)
@@ -65,7 +65,7 @@ def token_losses(
     batch: dict,     # as for `_cross_entropies`, with reference (B, F, C)
     seed=None,       # (2,) int32 of the dropout masks; None means no dropout
 ) -> dict:           # as from `_cross_entropies`
-    "The summed losses of a batch."
+    "Sum the losses of a batch over its tokens; float32 scalars."
     return _cross_entropies(gpt, batch, gpt(*(batch[key] for key in _INPUTS), seed=seed))
 
 # %% ../../nbs/30_trainer_xla.ipynb #10b25af4
@@ -74,12 +74,12 @@ def total_loss(
     text_weight: float = 0.01,
     counts: dict | None = None,   # of the whole update, if `parts` are of a share of it; default: `parts`
 ):                             # float32 scalar
-    "text_weight x mean text loss + mean code loss."
+    "Add text_weight x mean text loss and mean code loss."
     mean = lambda name: parts[f'{name}_loss'] / tf.maximum((counts or parts)[f'{name}_count'], 1.)
     return text_weight * mean('text') + mean('code')
 
 def token_counts(gpt: GPT, batch: dict) -> dict:
-    "The counts that `token_losses` sums over, text_count and code_count, before anything is computed."
+    "Count the tokens that `token_losses` sums over, as text_count and code_count, before it is computed."
     count = lambda length, stops: tf.reduce_sum(batch['weight'] * tf.cast(length + stops, 'float32'))
     return {'text_count': count(batch['text_length'], 1),
             'code_count': count(batch['code_length'], gpt.code_stops)}
@@ -89,7 +89,7 @@ def token_counts(gpt: GPT, batch: dict) -> dict:
 _STOP_LENGTHS, _STOP_NEAR = {'short': 65, 'middle': 130, 'long': 10**9}, 3
 
 def stop_counts(gpt: GPT, batch: dict, codes) -> dict:   # codes: logits (B, S + 2, V)
-    "Clips of each length, those whose first likeliest STOP is near their end, and those that have none."
+    "Count the clips of each length, those whose first likeliest STOP is near their end, those without one."
     length, least, counts = batch['code_length'], 0, {}
     place = tf.range(codes.shape[1])[None]
     stops = (tf.argmax(codes, -1, tf.int32) == gpt.code_stop) & (place <= length[:, None])
@@ -102,7 +102,7 @@ def stop_counts(gpt: GPT, batch: dict, codes) -> dict:   # codes: logits (B, S +
     return counts | {'never_stops': count(never)}
 
 def stop_shares(sums: dict) -> dict[str, float]:   # from sums of `stop_counts`
-    "Shares of the clips: stop, and stop of each length that occurs; never."
+    "Divide the counts into shares of the clips: stop, stop of each length that occurs, never; {} for none."
     sums = {name: float(value) for name, value in sums.items()}
     clips = {name: sums.get(f'{name}_clips', 0.) for name in _STOP_LENGTHS}
     if not (total := sum(clips.values())): return {}
@@ -123,7 +123,7 @@ class _Noam(_Schedule):
         return self.peak * tf.minimum(rise, tf.sqrt(warmup / tf.maximum(done, 1.)))
 
 def learning_rate(training: PartTraining):
-    "The schedule of a run, a function of the number of updates; at most a quarter of them warm up."
+    "Make the schedule of a run, updates -> rate; at most a quarter of the updates warm up."
     t, warmup = training, min(training.warmup_steps, training.steps // 4)
     if t.schedule == 'noam': return _Noam(t.learning_rate, warmup)
     if t.schedule == 'cosine':
@@ -146,7 +146,7 @@ def extended_rate(
     known: dict,              # steps; first and low too if the run was extended: of the run until now
     done: int,                # updates
 ) -> tuple[_Schedule, dict]:   # and the facts to save for the next resume
-    "The schedule of a resumed run; for a new length, the rate joins the new curve in a tenth of the rest."
+    "Make the schedule of a resumed run; for a new length, it joins the new curve in a tenth of the rest."
     if known['steps'] != training.steps:
         before, _ = extended_rate(training.model_copy(update={'steps': known['steps']}), known, done)
         known = {'steps': training.steps, 'first': done, 'low': float(before(done))}
@@ -278,7 +278,7 @@ class Update:
 
 # %% ../../nbs/30_trainer_xla.ipynb #30d2e8f5
 @patch
-def share(self: Update, batch, seed, counts):
+def gradients_of(self: Update, batch, seed, counts):
     "Gradients and summed losses of some rows of an update with `counts` tokens."
     with tf.GradientTape() as tape:
         sums = token_losses(self.gpt, batch, seed)
@@ -291,11 +291,12 @@ def share(self: Update, batch, seed, counts):
 def gradients(self: Update, batch, number, counts, first: int | None = None):
     "The same of all rows, in `grad_accum_steps` parts; `first` is the number of this worker's first."
     seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.grad_accum_steps
-    if parts == 1: return self.share(batch, seed if first is None else _fold_seed(seed, first), counts)
+    if parts == 1: return self.gradients_of(batch, seed if first is None else _fold_seed(seed, first), counts)
     cut = {k: tf.reshape(v, (parts, v.shape[0] // parts, *v.shape[1:])) for k, v in batch.items()}
 
     def add(i, sums):
-        part = self.share({k: v[i] for k, v in cut.items()}, _fold_seed(seed, (first or 0) + i), counts)
+        rows = {k: v[i] for k, v in cut.items()}
+        part = self.gradients_of(rows, _fold_seed(seed, (first or 0) + i), counts)
         return i + 1, tf.nest.map_structure(tf.add, sums, part)
 
     losses = {name: tf.constant(0.) for name in ('text_loss', 'code_loss')}
@@ -349,7 +350,7 @@ def choose_xla(
     training: PartTraining,
     written: float = 0.,     # bytes that the step writes
 ) -> tuple[bool, str]:       # whether, and why
-    "Whether XLA compiles the graph: as set, else where it is no slower than the graph alone."
+    "Decide whether XLA compiles the graph: as set, else where it is no slower than the graph alone."
     if training.mode != 'auto': return training.mode == 'xla', 'as mode says'
     if tf.config.get_visible_devices('GPU'): return True, 'on a GPU it makes fewer kernels'
     if _writes_in_place(written): return False, 'on a CPU XLA would hold the old and the new weights at once'
@@ -404,12 +405,12 @@ def _refused_operation(message: str) -> str:
     return ' at '.join([op[1].strip() if op else message.splitlines()[0], *place[-1:]])
 
 def compile_step(step, training: PartTraining):
-    "`step` in the mode that the training section selects."
+    "Compile `step` in the mode that the training section selects; eager mode leaves it as it is."
     if training.mode == 'eager': return step
     return _CompiledStep(step, choose_xla(training, _written_bytes(step))[0])
 
 def mode_line(training: PartTraining, step=None) -> str:
-    "What `compile_step` does, in one line."
+    "Say in one line what `compile_step` does."
     if training.mode == 'eager': return 'Eager mode: op by op, for debugging'
     xla, why = choose_xla(training, _written_bytes(step))
     return f'Graph mode ENABLED {"with XLA JIT compilation" if xla else "without XLA"} ({why})'
@@ -422,7 +423,7 @@ def step_modes(
     text_start: int,
     modes: dict = MODES,     # {name: settings of `training.gpt`}
 ) -> dict:                   # {name: step}, each with its own model, all with the same first weights
-    "The training step in each of `modes`, without dropout and noise."
+    "Compile the training step in each of `modes`, without dropout and noise."
     config, steps = config.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), {}
     for name, settings in modes.items():
         changed = config.replace(training={'gpt': settings})
@@ -450,7 +451,7 @@ def first_steps(
     steps: dict,             # from `step_modes`
     batch: dict,
 ) -> dict[str, float]:       # s
-    "The time of the first call of each step, which traces and compiles it."
+    "Time the first call of each step, which traces and compiles it."
     seconds = {}
     for name, step in steps.items():
         start = time.perf_counter()
@@ -465,7 +466,7 @@ def step_before_after(
     rounds: int = 7,
     progress=None,           # called with (done, total)
 ) -> list[dict]:             # {name, step_ms, ratio, spread, traces}
-    "Measure the modes on the same batch, after checking that they agree on it."
+    "Measure the modes on one batch; raises `AssertionError` if their losses differ."
     _check_modes_agree(steps, [batch] * 3)
     # the sync: the step is over when its loss is here; one update is one item
     arms = {name: lambda step=step: len([float(step(batch, tf.constant(0))['loss'])])

@@ -48,7 +48,7 @@ def _save_checkpoint(
     return path
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    "The checkpoints in `folder`, oldest first."
+    "List the checkpoints in `folder`, oldest first."
     return sorted(Path(folder).glob('step-?????????.safetensors'))
 
 def _checkpoint_step(path: Path) -> int:
@@ -175,7 +175,7 @@ def _restore(trainer):   # a `Trainer` with a run
     if saved := _newest_whole(run):
         for name, value in _load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
     trainer.best = _told(run / 'best') or None   # it may be of a later update than the checkpoint
-    trainer.known = _newest(run)
+    trainer.seen_checkpoint = _newest(run)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
     whole = [l for l in metrics.read_text(encoding='utf-8').split('\n') if l.endswith('}')]
@@ -246,8 +246,8 @@ def _check_callbacks(callbacks: list):
                 raise UserError(f'The callback {kind.__name__}: {fix}.')
 
 # %% ../../nbs/train/trainer.ipynb #89935424
-_RESUMED_FIELDS = ('step', 'first_losses', 'last_losses', 'best', 'since_best', 'bad_in_row', 'counts',
-                  'assigned_rate', 'length')
+_RESUMED_FIELDS = ('step', 'first_losses', 'last_losses', 'best', 'since_best', 'bad_in_row',
+                   'callback_counts', 'assigned_rate', 'length')
 
 def _epochs_to_steps(training: PartTraining, plan: BatchPlan) -> PartTraining:
     "`training` with `steps` computed from `epochs`, if these are set: schedules count updates."
@@ -302,54 +302,61 @@ def _late_interrupt():
 class Trainer:
     "Trains `xtts` (its GPT, or what `update` trains) on the batches of a plan, in a folder `run`."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None,
-                 held_out: BatchPlan | None = None, update: Update | None = None,
+                 validation: BatchPlan | None = None, update: Update | None = None,
                  feed=None,                    # (plan, first, last) -> batches; default: the plan's stream
                  device: str | None = None,    # of the model; default: the first GPU, or the CPU
                  listen=None,                  # (folder) -> {score: number}, called at each validation
-                 old: BatchPlan | None = None):   # held-out clips of what the model learned before
-        self.listen, self.old = listen, old
-        self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
+                 old_validation: BatchPlan | None = None):   # clips of what the model learned before
+        self.listen, self.old_validation = listen, old_validation
+        self.xtts, self.plan, self.run, self.validation = xtts, plan, run and Path(run), validation
         self.feed = feed or (lambda plan, first, last: plan.stream(first, last, model=device))
         self.device = device
         self.update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training.gpt, plan))
         self.training, self.optimizer = self.update.training, self.update.optimizer
         self.train_step = self.compiled_step()
         self.rate = tf.function(lambda: self.optimizer.learning_rate)   # eagerly it would fetch
-        self.evaluate = compile_step(self.update.evaluate, self.training)
-        self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
+        self.evaluate = self.compiled(self.update.evaluate)
+        self.step, self.first_losses, self.last_losses, self.callback_counts = 0, [], [], []
         self._length = {'steps': self.training.steps}
-        self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
+        self.best, self.since_best, self.bad_in_row, self.failure = None, 0, 0, None
+        self.holds_trained = False   # whether the variables are those of the trained model now
         self.validated = {}   # by the last validation
         # of the running `fit`: where it began, what it reports, results under way, a copy of its start
-        self.first, self.report, self.pending, self.in_flight = 0, lambda line: None, [], None
-        self.timer = self.fresh = None
+        self.first_step, self.report, self.pending, self.in_flight = 0, lambda line: None, [], None
+        self.timer = self.state_at_start = None
         self.unsaved = None   # a best model that could not be written, with its scores
         self.eval_last = None   # () -> as `listen`, of more clips, for the end of the training
-        self.writer, self.fetcher, self.alone = _Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
-        self.hooks, self.known = _Hooks([], self.update.model, self.optimizer, self.epoch_updates), None
+        self.writer, self.fetcher = _Writer(), ThreadPoolExecutor(1, 'fetcher')
+        self.step_seconds = {}   # {shape of a batch: seconds of single steps}, for the timer
+        self.seen_checkpoint = None   # the newest one that this trainer has read or written
+        self.hooks = _Hooks([], self.update.model, self.optimizer, self.epoch_updates)
         with _locked(self.run):
             if self.run: _restore(self)
 
     def custom_train_step(self, batch: dict, number) -> dict:
-        "One update; a subclass may override it, and its version is compiled too."
+        "Make one update; a subclass may override it, and its version is compiled too."
         return self.update(batch, number)
 
     def compiled_step(self):
         "The step in the mode of the training section; an `Update` is compiled as it is."
         own = type(self).custom_train_step is not Trainer.custom_train_step
         plain = isinstance(self.update, Update) and not own
-        return compile_step(self.update if plain else self.custom_train_step, self.training)
+        return self.compiled(self.update if plain else self.custom_train_step)
+
+    def compiled(self, step):
+        "`step` in the mode of the training section."
+        return compile_step(step, self.training)
 
     @contextmanager
     def as_trained(self):
         "Inside, the variables hold the trained model; may be nested."
-        if self.shown:
+        if self.holds_trained:
             yield
             return
-        self.shown = True
+        self.holds_trained = True
         try:
             with self.update.as_trained(): yield
-        finally: self.shown = False
+        finally: self.holds_trained = False
 
     @property
     def assigned_rate(self) -> float | None:
@@ -408,7 +415,8 @@ def _exports(self: Trainer) -> bool:
 def _validates(self: Trainer) -> bool:
     "With each `validate_every`, and at the end of the training."
     every = self.training.validate_every
-    return self.held_out is not None and every > 0 and (self._due(every) or self.step == self.training.steps)
+    at = every > 0 and (self._due(every) or self.step == self.training.steps)
+    return self.validation is not None and at
 
 @patch(as_prop=True)
 def _ends_epoch(self: Trainer) -> bool: return bool(self.hooks.own) and self.step % self.epoch_updates == 0
@@ -416,7 +424,7 @@ def _ends_epoch(self: Trainer) -> bool: return bool(self.hooks.own) and self.ste
 @patch(as_prop=True)
 def epoch_updates(self: Trainer) -> int:
     "The updates of an epoch, for Keras callbacks."
-    return self.held_out and self.training.validate_every or self.plan.steps_per_epoch
+    return self.validation and self.training.validate_every or self.plan.steps_per_epoch
 
 @patch(as_prop=True)
 def over(self: Trainer) -> bool:
@@ -478,9 +486,9 @@ def _count_bad(self: Trainer, step: int, bad) -> dict:
 # %% ../../nbs/train/trainer.ipynb #6f7475e2
 @patch
 def validate(self: Trainer) -> dict[str, float]:
-    "Losses of the held-out clips and the scores of `listen`, of the trained model without dropout."
+    "Compute losses of the held-out clips and the scores of `listen`, of the trained model without dropout."
     with self.as_trained():
-        metrics = self._means_of(self.held_out, self.hooks.validation)
+        metrics = self._means_of(self.validation, self.hooks.validation)
         scores = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
         metrics |= {name: round(float(value), 6) for name, value in scores.items()} | self._old_loss()
         self.hooks.all.on_test_end(metrics)
@@ -499,12 +507,12 @@ def _means_of(self: Trainer, plan: BatchPlan, each=iter) -> dict[str, float]:   
 @patch
 def _old_loss(self: Trainer) -> dict[str, float]:
     "The loss of older clips, if some are held out; call it inside of `as_trained`."
-    return {'old_loss': self._means_of(self.old)['loss']} if self.old else {}
+    return {'old_loss': self._means_of(self.old_validation)['loss']} if self.old_validation else {}
 
 @patch
 def _note_old(self: Trainer):
     "Log the loss of older clips."
-    if not (self.old and self.run): return
+    if not (self.old_validation and self.run): return
     with self.as_trained(): loss = self._old_loss()['old_loss']
     append_line(self.run / 'metrics.jsonl', json.dumps({'step': self.step, 'val_old_loss': loss}))
 
@@ -528,7 +536,7 @@ def judge(
     step: int,                   # of that validation
     by: str = 'loss',            # training.gpt.judge_by
 ) -> tuple[dict | None, bool]:   # the new `best`, None if the old one stays; whether patience starts again
-    "Whether the model of a validation is kept: it is the best so far, or it speaks as well as that one."
+    "Judge whether the model of a validation is kept: it is the best so far, or speaks as well as that one."
     name, best = f'val_{by}', best or {}
     if name not in best: best = {}   # the run was judged by something else before
     again = step <= best.get('step', -1)   # after a kill: a later model was kept, and patience not over
@@ -609,7 +617,7 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
     def write_state(state: dict):
         if not checkpoint: return
         _save_checkpoint(self.run / 'checkpoints', variables=state, keep=keep, **facts)
-        self.known = _newest(self.run)
+        self.seen_checkpoint = _newest(self.run)
 
     state, means = self.state if checkpoint else {}, self.optimizer.use_ema
     weights = self.xtts.weights if best or exports else {}
@@ -627,7 +635,7 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
 @patch
 def _update(self: Trainer, batch: dict) -> dict:
     "One update; if the first one lacks memory, the training begins again with fewer rows at once."
-    self.fresh = self._copy_of_state() if self.step == self.first else None
+    self.state_at_start = self._copy_of_state() if self.step == self.first_step else None
     while True:
         try: return self.timer.run(self.train_step, batch, tf.constant(self.step))
         except tf.errors.OpError as e:
@@ -651,16 +659,16 @@ def _more_parts(self: Trainer, error: tf.errors.OpError):
                   'training.decoder.window (decoder)')
     elif not more: fix = 'set training.gpt.gradient_checkpointing, or training.gpt.finetune to lora'
     else: fix = f'set training.gpt.grad_accum_steps to {more}, start again from the last checkpoint if any'
-    if not (more and self.fresh):
+    if not (more and self.state_at_start):
         raise UserError(f'{self.run or "training"}: out of memory at update {self.step} with '
                         f'{rows // parts} rows at once; {fix}.') from error
-    for name, v in self.state.items(): v.assign(self.fresh[name])   # the update may be half written
+    for name, v in self.state.items(): v.assign(self.state_at_start[name])   # the update may be half written
     print(f'OUT OF MEMORY at the first update with {rows // parts} rows at once: the training begins again, '
           f'with {rows // more}.', file=sys.stderr, flush=True)
     self.xtts.config = self.xtts.config.replace(training={'gpt': {'grad_accum_steps': more}})
     self.training = self.update.training = self.training.model_copy(update={'grad_accum_steps': more})
     self.train_step = self.compiled_step()
-    self.alone.clear()   # the measured times of a single step are no longer valid
+    self.step_seconds.clear()   # the measured times of a single step are no longer valid
 
 # %% ../../nbs/train/trainer.ipynb #6f7475e1
 @patch
@@ -673,7 +681,7 @@ def _pause(self: Trainer, ended: bool) -> bool:
     if self._ends_epoch:
         with self.as_trained():
             self.hooks.all.on_epoch_end(self.step // self.epoch_updates - 1, self.hooks.logs)
-    self.counts = self.hooks.counts()
+    self.callback_counts = self.hooks.counts()
     ended = bool(ended or self.over or self.failure or self.hooks.model.stop_training)
     if self.run: self.save(ended or self._due(self.training.checkpoint_every), better, wait=ended)
     self.timer.restart()   # none of this counts as training
@@ -684,7 +692,7 @@ def _save_again(self: Trainer):
     "After a checkpoint that could not be written: one of the state as it is now, or an error."
     self._fetch()
     self._log_fetched()
-    self.counts = self.hooks.counts()
+    self.callback_counts = self.hooks.counts()
     self.save()
     self.timer.restart()
 
@@ -693,7 +701,7 @@ def _save_again(self: Trainer):
 def _check_unchanged(self: Trainer):
     "Raise `UserError` if another process has trained in the run since this trainer read it."
     self.writer.wait()   # of a training that was interrupted
-    if self.run and _newest(self.run) != self.known:
+    if self.run and _newest(self.run) != self.seen_checkpoint:
         raise UserError(f'{self.run}: another process has trained here since this one read it; begin again, '
                         'to continue from its last checkpoint.')
 
@@ -703,14 +711,14 @@ def fit(self: Trainer,
     progress=None,              # called with (done, total, the metrics of the latest log line)
     callbacks: list = (),       # of Keras
 ) -> dict:   # steps, loss_first, loss_last, best, clips_per_s, traces, compile_seconds, seconds
-    "Train; the summary's losses are means over the first and the last 10 updates."
-    steps, begun, self.first = steps or self.training.steps, time.perf_counter(), self.step
+    "Train; losses of the summary are means of 10 updates. `UserError` if losses stay not finite."
+    steps, begun, self.first_step = steps or self.training.steps, time.perf_counter(), self.step
     self.report = lambda line: progress and progress(line['step'], steps, line)
-    self.pending, self.in_flight, self.timer = [], None, StepTimer(self.plan.data.batch_size, self.alone)
-    timer = self.timer
+    self.pending, self.in_flight = [], None
+    timer = self.timer = StepTimer(self.plan.data.batch_size, self.step_seconds)
     _check_callbacks(callbacks)
     hooks = self.hooks = _Hooks(callbacks, self.update.model, self.optimizer, self.epoch_updates, steps)
-    hooks.train_begins(self.step, self.counts, self.assigned_rate)
+    hooks.train_begins(self.step, self.callback_counts, self.assigned_rate)
     source, ended, requests = iter(self.batches(self.step, steps)), self.over, []
     stop, tf32 = _catch_sigterm(lambda *_: requests.append(True)), _products_in_tf32(self.training.tf32)
     with stop, tf32, _locked(self.run), _on_device(self.device), _closed_after(source):
