@@ -367,6 +367,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.app.terminal._use_utf8': ('app/terminal.html#_use_utf8', 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._version': ('app/terminal.html#_version', 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._with_file': ('app/terminal.html#_with_file', 'xtts_nb/app/terminal.py'),
+                                      'xtts_nb.app.terminal._with_flags': ('app/terminal.html#_with_flags', 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._without_folder': ( 'app/terminal.html#_without_folder',
                                                                                 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._write_record': ('app/terminal.html#_write_record', 'xtts_nb/app/terminal.py'),

@@ -75,7 +75,7 @@ def test_a_voice_is_replaced_only_by_force(singer, plain):
     never = SimpleNamespace(xtts=singer.xtts)   # nothing is computed
     for refused in (lambda: add_voice(plain, 'one', [LOW], never),
                     lambda: blend_voices(plain, 'one', {'three': 1.})):
-        with pytest.raises(UserError, match='one.safetensors: the voice exists already; .*--force'): refused()
+        with pytest.raises(UserError, match='one.safetensors: the voice exists already; .*`force`'): refused()
     assert (plain / 'one.safetensors').read_bytes() == before
     (plain / 'model.safetensors').write_bytes(safetensors.numpy.save({'w': np.ones(2)}))   # of somebody else
     (plain / 'cut.safetensors').write_bytes(before[:-1])

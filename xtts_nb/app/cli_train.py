@@ -22,7 +22,7 @@ _training = partial(command, panel='Train')
 _find_app = typer.Typer(no_args_is_help=True, help='Find a batch size or learning rate by trying values.')
 app.add_typer(_find_app, name='find', rich_help_panel='Train')
 
-_Base = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model')
+_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model')
 _Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
 _AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache has it.')
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
@@ -51,7 +51,7 @@ def _tune(
     text: option(Path | None, 'What is read; default: a file of the same name next to each one.') = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
-    base: _Base = None,
+    model: _StartModel = None,
     finetune: _Kind = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --model, else tiny.') = None,
     config: _Settings = None,
@@ -68,7 +68,7 @@ def _tune(
         from xtts_nb.files import read_json
     language = language or (None if transcribe else 'en')
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
-    plan = partial(_plan_tuning, source, out, text, language, base, tuple(skip or ()),
+    plan = partial(_plan_tuning, source, out, text, language, model, tuple(skip or ()),
                    words(preset=preset, config=config),
                    words(config=config, finetune=finetune, steps=steps), mix, _judged_words(config),
                    words(transcribe=transcribe))
@@ -138,8 +138,8 @@ def _ends(validated: dict) -> str:
 
 def _gpus(options: dict) -> dict:
     "The options of a command that assign GPUs, as `start` takes them."
-    names = 'data_gpu', 'model_gpu', 'isolate', 'data_memory', 'model_memory'
-    return given(**{name: options[name] for name in names})
+    from xtts_nb.settings import _DEVICE_OPTIONS
+    return given(**{name: options[name] for name in _DEVICE_OPTIONS})
 
 def _note(line: dict) -> str:
     "The latest log line, for the progress bar."
@@ -153,7 +153,7 @@ def _train(
     ctx: typer.Context,
     data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.') = None,
     run: _RunFolder = None,
-    base: _Base = None,
+    model: _StartModel = None,
     finetune: _Kind = None,
     fit_memory: option(bool, 'First find out how many rows fit at once.', '--fit-memory') = False,
     preset: _AsMade = None,
@@ -167,9 +167,9 @@ def _train(
     val: _HeldOut = 0.,
     data_gpu: _DataGPU = None,
     model_gpu: _ModelGPU = None,
-    isolate: _Isolate = False,
-    data_memory: _DataMemory = None,
-    model_memory: _ModelMemory = None,
+    enable_memory_isolation: _Isolate = False,
+    data_gpu_memory: _DataMemory = None,
+    model_gpu_memory: _ModelMemory = None,
     buffer_size: _Buffer = None,
     val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.') = None,
     mix: _Older = None,
@@ -193,7 +193,7 @@ def _train(
         setup_tf()   # TensorFlow starts without its messages
         from xtts_nb.train.begin import begin
         trainer = begin(**_wanted(ctx.params), val=val, val_data=val_data, mix=mix, mix_share=mix_share,
-                        gpus=_gpus(ctx.params), ring=buffer_size, fit_memory=fit_memory, tell=tell)
+                        buffer_size=buffer_size, fit_memory=fit_memory, tell=tell, **_gpus(ctx.params))
         result, text = _fit(trainer, 'train', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
@@ -205,7 +205,7 @@ def _keys(config: Path | None) -> dict | None:
 def _wanted(options: dict) -> dict:
     "What `train` is asked for, as `settings_for` takes it."
     from xtts_nb.settings import _OPTIONS, parse_assignments
-    named = 'data', 'run', 'base', 'preset', 'gpu_preset', 'optimization_level', *_OPTIONS
+    named = 'data', 'run', 'model', 'preset', 'gpu_preset', 'optimization_level', *_OPTIONS
     keys = parse_assignments(options['set_'] or ())
     wanted = {name: options[name] for name in named} | keys
     return wanted | {'config': _keys(options['config']), 'say': to_stderr}
@@ -288,7 +288,7 @@ def _check_cache(cache, data: Path):
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
     data: option(Path, 'Cache to train on.'),
-    base: _Base = None,
+    model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
     config: _Settings = None,
@@ -297,12 +297,12 @@ def _find_batch_size(
     "Find how many rows fit into memory at once: tries updates of the largest bucket in child processes."
     start()
     from xtts_nb.train.begin import _fit_batch, largest_batch, settings_for
-    request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,
+    request = settings_for(data, model=model, preset=preset, config=_keys(config), finetune=finetune,
                            say=to_stderr)
     _check_cache(request.cache, data)
     settings = request.settings.config
     with progress() as tell:
-        found, tried = _fit_batch(settings, largest_batch(request.cache, settings, base),
+        found, tried = _fit_batch(settings, largest_batch(request.cache, settings, model),
                                  memory and int(memory * 1e9), to_stderr, tell)
     keys = found.training.gpt.model_dump(include={'grad_accum_steps', 'gradient_checkpointing'})
     return {'training': {'gpt': keys}, 'tried': tried}, table(f'In the section training.gpt: {keys}', tried)
@@ -311,7 +311,7 @@ def _find_batch_size(
 @command('learning-rate', group=_find_app, example='--data cache/mine')
 def _find_learning_rate(
     data: option(Path, 'Cache to train on.'),
-    base: _Base = None,
+    model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
     config: _Settings = None,
@@ -327,13 +327,13 @@ def _find_learning_rate(
     from xtts_nb.train.finetune import _check_rates, find_learning_rate, plot_learning_rate
     from xtts_nb.train.runs import new_run
     _check_rates(out)
-    request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,
+    request = settings_for(data, model=model, preset=preset, config=_keys(config), finetune=finetune,
                            say=to_stderr)
     _check_cache(request.cache, data)
     cache, settings = request.cache, request.settings.config
     cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
-        trainer = new_run(cache, settings, Path(folder) / 'run', base=base)
+        trainer = new_run(cache, settings, Path(folder) / 'run', base=model)
         found = find_learning_rate(trainer, low, high, steps, partial(tell, 'raise the rate'))
     plot_learning_rate(found, out)
     suggestion, lowest = found['suggestion'], found['lowest']
@@ -474,9 +474,9 @@ def _bench_dual(
     rounds: _Rounds = 3,
     data_gpu: _DataGPU = None,
     model_gpu: _ModelGPU = None,
-    isolate: _Isolate = False,
-    data_memory: _DataMemory = None,
-    model_memory: _ModelMemory = None,
+    enable_memory_isolation: _Isolate = False,
+    data_gpu_memory: _DataMemory = None,
+    model_gpu_memory: _ModelMemory = None,
     buffer_size: _Buffer = None,
     record: _Record = False,
 ):

@@ -11,6 +11,7 @@ import codecs
 import inspect
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -143,7 +144,7 @@ def _code(arguments: list[str], debug: bool) -> int:
     try: code = app(arguments, standalone_mode=False, prog_name='xtts-nb')
     except UserError as e:
         if debug: raise
-        return _print_error(str(e), 2)
+        return _print_error(_with_flags(str(e)), 2)
     except OSError as e:
         if debug: raise
         return _print_error(f'{e.filename or "xtts-nb"}: {e.strerror or e}.', 2)
@@ -156,6 +157,10 @@ def _code(arguments: list[str], debug: bool) -> int:
         return _print_error(f'{message}{ending} See {command} --help.', 2)
     if code == 130: raise KeyboardInterrupt   # how typer reports it
     return code if isinstance(code, int) else 0
+
+def _with_flags(message: str) -> str:
+    "A message of the library, whose `mix_share` is --mix-share on a command line."
+    return re.sub('`([a-z_]+)`', lambda name: f'--{name[1].replace("_", "-")}', message)
 
 def _print_error(message: str, code: int) -> int:
     "Print a sentence to stderr and return the exit code."

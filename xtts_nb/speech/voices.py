@@ -140,7 +140,7 @@ def voice_path(
     path = inside(folder, f'{name}.safetensors')
     if exists is None: _check_is_voice(path)
     if exists is False and path.exists():
-        raise UserError(f'{path}: the voice exists already; choose another name, or replace it by --force.')
+        raise UserError(f'{path}: the voice exists already; choose another name, or replace it with `force`.')
     if exists and not path.is_file():
         names = ', '.join(row['name'] for row in list_voices(folder)) or 'none'
         raise UserError(f'{folder}: has no voice "{name}" (it has: {names}); add it with xtts-nb voices add.')
