@@ -484,6 +484,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'xtts_nb.config.XTTSConfig.to_yaml': ('config.html#xttsconfig.to_yaml', 'xtts_nb/config.py'),
                                 'xtts_nb.config.XTTSConfig.xtts_v2': ('config.html#xttsconfig.xtts_v2', 'xtts_nb/config.py'),
                                 'xtts_nb.config._FixedTraining': ('config.html#_fixedtraining', 'xtts_nb/config.py'),
+                                'xtts_nb.config._allowed': ('config.html#_allowed', 'xtts_nb/config.py'),
                                 'xtts_nb.config._control_groups': ('config.html#_control_groups', 'xtts_nb/config.py'),
                                 'xtts_nb.config._cpu_quota': ('config.html#_cpu_quota', 'xtts_nb/config.py'),
                                 'xtts_nb.config._driver_cards': ('config.html#_driver_cards', 'xtts_nb/config.py'),

@@ -79,7 +79,7 @@ def _choose(count: int, data: int | None, model: int | None, isolate: bool) -> t
     "The cards for data and model."
     for name, i in (('data_gpu', data), ('model_gpu', model)):
         if i is not None and not 0 <= i < count:
-            raise UserError(f'`{name}` {i}: there is no such GPU, TensorFlow sees {count}; choose one of 0 to '
+            raise UserError(f'`{name}` {i}: there is no such GPU, TensorFlow sees {count}; choose 0 to '
                             f'{count - 1}, or leave `data_gpu` and `model_gpu` out to do both on one.')
     if data is None and model is None: return (0, 1) if isolate and count > 1 else (0, 0)
     if count == 1:

@@ -221,7 +221,8 @@ def resolve(
         if changed: say(f'{name}: {", ".join(changed)}')
         values |= keys
         given |= keys
-    return _Resolved(now.replace(**nested(given)) if given else now, begun, came_from)
+    where = ' and '.join(name for name, keys in layers.items() if keys and name != file)
+    return _Resolved(now.replace(where, **nested(given)) if given else now, begun, came_from)
 
 def layers_of(
     gpu: str | None = None,     # a preset of `_GPU_PRESETS`
