@@ -481,13 +481,13 @@ def _explain(error: pydantic.ValidationError, where: str, section: type[Section]
     e = error.errors()[0]
     key = '.'.join(map(str, e['loc'])) or 'the settings'
     if e['type'] == 'value_error': return f'{where}: {key}: {e["ctx"]["error"]}.'
-    given = f'{where}: {key} is {e["input"]!r}'
+    wrong = f'{where}: {key}: {e["input"]!r} is not allowed; give'
     for name in e['loc']:
         if not (field := section.model_fields.get(name)):
             return f'{where}: there is no key "{key}"; {_nearest(str(name), section)}'
         section = field.annotation
-        if not hasattr(section, 'model_fields'): return f'{given}; give {_allowed(field)}.'
-    return f'{given}; give a section with {", ".join(section.model_fields)}.'
+        if not hasattr(section, 'model_fields'): return f'{wrong} {_allowed(field)}.'
+    return f'{wrong} a section with {", ".join(section.model_fields)}.'
 
 def read_settings(path: str | Path) -> dict:
     "The content of a YAML file, not yet validated; raises `UserError` if it is not YAML of sections."

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from .terminal import (
-    argument, _bench_app, command, _load_settings, option, progress, _Record, _Rounds, _Settings,
-    start, table, to_stderr, Whisper, _write_record)
+    argument, _bench_app, command, _EXISTS, _FOLDER, _load_settings, option, progress, _Record, _Rounds,
+    _Settings, start, table, to_stderr, Whisper, _write_record)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
 _data = partial(command, panel='Data')
@@ -49,13 +49,14 @@ def _are_clips(source: Path) -> bool:
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
 def _corpus(
     source: argument(Path, 'A recording, a folder of recordings (or a folder for each speaker), or clips '
-                           'with a table, which are checked.'),
+                           'with a table, which are checked.', **_EXISTS),
     out: option(Path, 'Folder of the corpus; it must be new or empty.'),
     text: option(Path | None, 'What is read: paragraphs, a book (.epub) or subtitles (.srt, .vtt, .ass); '
-                              'default: a file of the same name next to each recording.') = None,
+                              'default: a file of the same name next to each recording.', **_EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
-    fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.') = None,
+    fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.',
+                **_EXISTS) = None,
     transcribe: Whisper = None,
 ):
     "Cut recordings into clips of 2 to 11 s with their texts, or check clips against their texts."
@@ -79,9 +80,10 @@ def _corpus(
 # %% ../../nbs/app/cli_data.ipynb #244de7ef
 @_data('prepare', example='recordings --out cache/mine')
 def _prepare(
-    corpus: argument(Path, 'Folder of a corpus, or its metadata file.'),
+    corpus: argument(Path, 'Folder of a corpus, or its metadata file.', **_EXISTS),
     out: option(Path, 'Folder of the cache; what still fits of an older cache there is kept.'),
-    dvae: option(Path | None, 'Run or cache whose DVAE and tokenizer to use; default: train both.') = None,
+    dvae: option(Path | None, 'Run or cache whose DVAE and tokenizer to use; default: train both.',
+                 **_FOLDER) = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --dvae, else tiny.') = None,
     config: _Settings = None,
     language: option(str, 'Language of rows without one.') = 'en',
@@ -120,7 +122,7 @@ def _part(shard: str) -> tuple[int, int]:
 # %% ../../nbs/app/cli_data.ipynb #08a825e1
 @_data('merge', example='part1 part2 --out cache/mine')
 def _merge(
-    parts: argument(list[Path], 'Folders made by prepare --shard.'),
+    parts: argument(list[Path], 'Folders made by prepare --shard.', **_FOLDER),
     out: option(Path, 'Folder of the cache; an older cache there is replaced.'),
 ):
     "Join the parts made by `prepare --shard`; a sample of each is encoded again, and differences are named."
@@ -134,9 +136,9 @@ def _merge(
 
 @_data('verify', example='cache/mine --fix')
 def _verify(
-    cache: argument(Path, 'Folder of a cache.'),
+    cache: argument(Path, 'Folder of a cache.', **_FOLDER),
     fix: option(bool, 'Make damaged files again from the corpus.', '--fix') = False,
-    source: option(Path | None, 'The corpus, if it was moved.') = None,
+    source: option(Path | None, 'The corpus, if it was moved.', **_EXISTS) = None,
 ):
     "Check every byte of a cache; exit code 1 if a fault was found and not repaired."
     start()
@@ -174,7 +176,7 @@ def _data_speed(
 
 @command('data', group=_bench_app, example='--data recordings')
 def _bench_data(
-    data: option(Path, 'Folder with metadata.csv and wavs/.'),
+    data: option(Path, 'Folder with metadata.csv and wavs/.', **_FOLDER),
     clips: option(int, 'Least number of distinct clips in memory.', min=1) = 10_000,
     rounds: _Rounds = 7,
     record: _Record = False,

@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, _bench_app, command, _convert_app, _from_checkout, given, _load_settings,
+    app, argument, _bench_app, command, _convert_app, _EXISTS, _FOLDER, _from_checkout, given, _load_settings,
     option, _Preset, progress, _Record, _Rounds, _Settings, start, table,
     to_stderr, Whisper, _with_file, _write_record)
 
@@ -22,13 +22,14 @@ _training = partial(command, panel='Train')
 _find_app = typer.Typer(no_args_is_help=True, help='Find a batch size or learning rate by trying values.')
 app.add_typer(_find_app, name='find', rich_help_panel='Train')
 
-_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model')
+_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model', **_FOLDER)
 _Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
 _AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache has it.')
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
 _Steps = option(int | None, 'Total number of updates.', min=1)
 _HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
-_Older = option(Path | None, 'Cache or corpus that the model knows already, to read some of it too.', '--mix')
+_Older = option(Path | None, 'Cache or corpus that the model knows already, to read some of it too.', '--mix',
+                **_EXISTS)
 _OlderShare = option(float | None, 'Share of the updates that read these; default: 0.2.', min=0, max=0.9)
 _GPUPreset = option(str | None, 'Batch, precision and workers for a GPU: 4090, 3090, 3060, A100, '
                                  'H200.')
@@ -46,9 +47,10 @@ _Buffer = option(
 # %% ../../nbs/app/cli_train.ipynb #c0720102
 @_training('tune', example='reading.mp3 --text reading.txt --out voice')
 def _tune(
-    source: argument(Path, 'A recording, a folder of recordings, or a corpus.'),
+    source: argument(Path, 'A recording, a folder of recordings, or a corpus.', **_EXISTS),
     out: option(Path, 'Folder for all results; the same command continues there.'),
-    text: option(Path | None, 'What is read; default: a file of the same name next to each one.') = None,
+    text: option(Path | None, 'What is read; default: a file of the same name next to each one.',
+                 **_EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
     model: _StartModel = None,
@@ -151,7 +153,7 @@ def _note(line: dict) -> str:
 @_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine')
 def _train(
     ctx: typer.Context,
-    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.') = None,
+    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.', **_EXISTS) = None,
     run: _RunFolder = None,
     model: _StartModel = None,
     finetune: _Kind = None,
@@ -171,7 +173,7 @@ def _train(
     data_gpu_memory: _DataMemory = None,
     model_gpu_memory: _ModelMemory = None,
     buffer_size: _Buffer = None,
-    val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.') = None,
+    val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.', **_EXISTS) = None,
     mix: _Older = None,
     mix_share: _OlderShare = None,
     batch_size: option(int | None, 'Clips of an update.', min=1) = None,
@@ -213,7 +215,8 @@ def _wanted(options: dict) -> dict:
 # %% ../../nbs/app/cli_train.ipynb #dd2c5fa6
 @_training('train-dvae', example='recordings --run runs/dvae')
 def _train_dvae(
-    corpus: argument(Path | None, 'Folder of a corpus, or its metadata file; not needed to resume.') = None,
+    corpus: argument(Path | None, 'Folder of a corpus, or its metadata file; not needed to resume.',
+                     **_EXISTS) = None,
     run: _RunFolder = None,
     preset: option(str | None, 'tiny or xtts_v2; default: tiny, or the settings of the run.') = None,
     config: _Settings = None,
@@ -242,13 +245,14 @@ def _train_dvae(
 # %% ../../nbs/app/cli_train.ipynb #67c31047
 @_training('train-decoder', example='--model runs/mine --run runs/decoder')
 def _train_decoder(
-    model: option(Path | None, 'Folder of a trained model; not needed to resume.') = None,
-    data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.') = None,
+    model: option(Path | None, 'Folder of a trained model; not needed to resume.', **_FOLDER) = None,
+    data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.',
+                 **_FOLDER) = None,
     run: _RunFolder = None,
     config: _Settings = None,
     steps: _Steps = None,
     val: _HeldOut = 0.,
-    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.') = None,
+    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.', **_EXISTS) = None,
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
     start()
@@ -287,7 +291,7 @@ def _check_cache(cache, data: Path):
 
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
-    data: option(Path, 'Cache to train on.'),
+    data: option(Path, 'Cache to train on.', **_EXISTS),
     model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
@@ -310,7 +314,7 @@ def _find_batch_size(
 # %% ../../nbs/app/cli_train.ipynb #53bc1d5f
 @command('learning-rate', group=_find_app, example='--data cache/mine')
 def _find_learning_rate(
-    data: option(Path, 'Cache to train on.'),
+    data: option(Path, 'Cache to train on.', **_EXISTS),
     model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
@@ -381,7 +385,7 @@ def _config_show(ctx: typer.Context):
 @command('to-model', group=_convert_app, example='models/mine --model runs/mine')
 def _convert_to_model(
     out: argument(Path, 'A new folder for the model.'),
-    run: option(Path, 'Folder of a run.', '--model'),
+    run: option(Path, 'Folder of a run.', '--model', **_FOLDER),
     best: option(bool, 'Model of the best validation instead of the newest.', '--best') = False,
     bfloat16: option(bool, 'Store bfloat16, half the size.', '--bfloat16') = False,
 ):
@@ -469,7 +473,7 @@ def _bench_model(
 @command('dual', group=_bench_app, example='--data cache/runtime')
 def _bench_dual(
     ctx: typer.Context,
-    data: option(Path | None, 'A runtime cache, to measure its real stages.') = None,
+    data: option(Path | None, 'A runtime cache, to measure its real stages.', **_FOLDER) = None,
     steps: option(int, 'Batches of each measurement.', min=3) = 60,
     rounds: _Rounds = 3,
     data_gpu: _DataGPU = None,

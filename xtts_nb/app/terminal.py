@@ -42,12 +42,26 @@ def argument(kind, text: str, **settings):
     "The annotation of an argument, with its help."
     return Annotated[kind, typer.Argument(help=text, **settings)]
 
+def _checked(name: str) -> dict:
+    "Settings of an option whose paths a function of `files` checks, before TensorFlow is loaded."
+    def check(param: typer.CallbackParam, value):
+        from xtts_nb import files
+        from xtts_nb.config import UserError
+        flag = f'{param.opts[0]} ' if param.param_type_name == 'option' else ''
+        for path in value if isinstance(value, (list, tuple)) else [value]:
+            try: path is None or getattr(files, name)(path)
+            except UserError as e: raise UserError(f'{flag}{e}') from None
+        return value
+    return {'callback': check}
+
+_EXISTS, _FOLDER = map(_checked, ('check_exists', 'check_folder'))
+
 _Json = option(bool, 'Print one JSON object as the last line of stdout.', '--json')
 _Preset = option(str, 'Sizes of the model: tiny, or xtts_v2 as released.')
 _Record = option(bool, 'Write the numbers into a new file in benchmarks/.', '--record')
 _Rounds = option(int, 'Times that each variant runs, if the budget allows it.', min=1)
 _Budget = option(float, 'Minutes; fewer rounds are run if they would take longer, but at least three.', min=0)
-_Settings = option(Path | None, 'YAML file of settings; they override the preset.')
+_Settings = option(Path | None, 'YAML file of settings; they override the preset.', **_EXISTS)
 Whisper = option(str | None, 'Recordings without a text: a Whisper model that writes it, a folder or a name '
                              'such as small, which faster-whisper fetches.', '--transcribe')
 
