@@ -366,6 +366,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.app.terminal._load_settings': ( 'app/terminal.html#_load_settings',
                                                                                'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._print_error': ('app/terminal.html#_print_error', 'xtts_nb/app/terminal.py'),
+                                      'xtts_nb.app.terminal._under': ('app/terminal.html#_under', 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._unread': ('app/terminal.html#_unread', 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._use_utf8': ('app/terminal.html#_use_utf8', 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._version': ('app/terminal.html#_version', 'xtts_nb/app/terminal.py'),

@@ -73,7 +73,9 @@ def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool)
     return result, None
 
 # %% ../../nbs/app/cli_speak.ipynb #5d65bdf9
-@_speech('say', example="'Hello there.' --model runs/mine --voice me.wav")
+@_speech('say', example="'Hello there.' --model runs/mine --voice me.wav", groups={
+    'Speech': 'temperature top_k top_p repetition_penalty speed seed decoder_precision weights',
+    'Faults': 'retries check_words', 'Output': 'out stream pcm'})
 def _say(
     model: Model,
     voice: option(list[Path], 'Recordings of the voice, or the file or name of a saved one.'),
@@ -349,7 +351,9 @@ def _aliases(given: list[str]) -> dict[str, str]:
             raise UserError(f'--voice-alias {alias}: write NAME=VOICE, such as alloy=anna.')
     return dict(alias.split('=', 1) for alias in given)
 
-@_speech('serve', example='--model runs/mine --voices voices --port 8000')
+@_speech('serve', example='--model runs/mine --voices voices --port 8000', groups={
+    'Network': 'port host key cors allow_host private_lists',
+    'Load': 'rows queue wait max_characters grace', 'Speech': 'language decoder_precision weights'})
 def _serve(
     model: Model,
     voices: option(Path, 'Folder of saved voices; it may change while the service runs.', **_FOLDER),

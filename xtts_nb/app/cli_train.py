@@ -43,9 +43,11 @@ _DataMemory = option(int | None, 'Memory limit of the data GPU in MiB.', '--data
 _ModelMemory = option(int | None, 'Memory limit of the model GPU in MiB.', '--model-gpu-memory', min=1)
 _Buffer = option(
     int | None, 'Batches of a runtime cache on the model GPU, including the current one; default: 3.', min=1)
+_DEVICES = 'data_gpu model_gpu enable_memory_isolation data_gpu_memory model_gpu_memory buffer_size'
 
 # %% ../../nbs/app/cli_train.ipynb #c0720102
-@_training('tune', example='reading.mp3 --text reading.txt --out voice')
+@_training('tune', example='reading.mp3 --text reading.txt --out voice', groups={
+    'Corpus': 'text language transcribe', 'Training': 'model finetune preset config mix steps'})
 def _tune(
     source: argument(Path, 'A recording, a folder of recordings, or a corpus.', **_EXISTS),
     out: option(Path, 'Folder for all results; the same command continues there.'),
@@ -150,7 +152,11 @@ def _note(line: dict) -> str:
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210
-@_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine')
+@_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine', groups={
+    'Data': 'data val val_data preprocessing_mode', 'Fine-tuning': 'model finetune mix mix_share',
+    'Training': 'steps epochs batch_size grad_accum lr fit_memory gpu_preset optimization_level',
+    'Input pipeline': 'num_workers prefetch_buffer_size enable_static_shapes prefetch_to_gpu',
+    'Devices': _DEVICES})
 def _train(
     ctx: typer.Context,
     data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.', **_EXISTS) = None,
@@ -407,7 +413,8 @@ def _sized(layers: int, width: int, heads: int, batch_size: int):
     sizes = {'num_layers': layers, 'hidden_dim': width, 'num_heads': heads}
     return XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
 
-@command('train', group=_bench_app, example='--layers 8 --width 512')
+@command('train', group=_bench_app, example='--layers 8 --width 512', groups={
+    'Sizes': 'layers width heads batch_size text_tokens codes'})
 def _bench_train(
     layers: _Layers = 8, width: _Width = 512, heads: _Heads = 8, batch_size: _Rows = 4,
     text_tokens: option(int, 'Text tokens of each clip.', min=1, max=400) = 120,
@@ -470,7 +477,7 @@ def _bench_model(
     return {'rows': rows, 'model': about}, f'{table(about, rows[:3])}\n{table("", rows[3:])}'
 
 # %% ../../nbs/app/cli_train.ipynb #9cc53690
-@command('dual', group=_bench_app, example='--data cache/runtime')
+@command('dual', group=_bench_app, example='--data cache/runtime', groups={'Devices': _DEVICES})
 def _bench_dual(
     ctx: typer.Context,
     data: option(Path | None, 'A runtime cache, to measure its real stages.', **_FOLDER) = None,

@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from copy import copy
 from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -239,16 +240,25 @@ def _limited(name: str, rounds: int, minutes: float):
     to_stderr(f'bench {name}: {rounds} rounds, or fewer in about {minutes:g} minutes; --budget MINUTES.')
     return _time_budget(60 * minutes)
 
+def _under(heading: str, parameter: inspect.Parameter) -> inspect.Parameter:
+    "An option, shown below a heading of the help."
+    kind, settings = get_args(parameter.annotation)
+    (settings := copy(settings)).rich_help_panel = heading
+    return parameter.replace(annotation=Annotated[kind, settings])
+
 def command(
     name: str,
     panel: str | None = None,   # heading of its group in the help
     group: typer.Typer = app,
     example: str = '',          # what to type behind its name, for the help
+    groups: dict[str, str] = {},   # noqa: B006 -- heading in its help -> the options there, by name
     **settings,                 # of `typer.Typer.command`
 ):
     "Makes a command of a function that returns the result, its text and, unless 0, the exit code."
+    headings = {option: heading for heading, options in groups.items() for option in options.split()}
     def register(function):
-        own = inspect.signature(function).parameters
+        own = {n: _under(headings[n], p) if n in headings else p
+               for n, p in inspect.signature(function).parameters.items()}
         @wraps(function)
         def run(json_: bool, budget: float | None = None, **options):
             limit = nullcontext() if budget is None else _limited(name, options['rounds'], budget)
