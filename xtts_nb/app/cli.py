@@ -16,9 +16,8 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    answer, app, argument, _bench_app, command, _convert_app, _EXISTS, _FOLDER, _from_checkout, given,
-    _Json, _load_settings, main, option, _Preset, progress, _Record, _Settings, shown, start, table,
-    to_stderr, _write_record)
+    answer, app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _Json, _load_settings, main,
+    option, _Preset, progress, _Record, _Settings, shown, start, table, to_stderr, _write_record)
 
 # %% ../../nbs/app/cli.ipynb #49b0d04d
 @command('demo', panel='Begin')
@@ -97,7 +96,8 @@ def _notebooks(folder: argument(Path, 'A new folder for the pages.')):
     return {'folder': str(folder), 'notebooks': len(copies)}, text
 
 # %% ../../nbs/app/cli.ipynb #ab12c0de
-from . import cli_data, cli_train, cli_speak   # here: the groups of --help are in this order
+# here: the groups of --help are in this order
+from . import cli_data, cli_train, cli_speak, cli_bench
 
 # %% ../../nbs/app/cli.ipynb #d08eb5e8
 _ModelFolder = option(Path, 'Folder of a model or of a run.', '--model', **_FOLDER)
@@ -336,24 +336,6 @@ def _fixed_text(found: dict, out: Path | None) -> str:
         unclear = '' if found['verified'] else ', which is not clearly faster'
         lines.append(f'Measured once more: {found["verified_gain"]:.2f} x{unclear}.')
     return '\n'.join([*lines, found['train']])
-
-# %% ../../nbs/app/cli.ipynb #b49a29f9
-@command('diagnose', group=_bench_app, example='--half development --out found.jsonl')
-def _bench_diagnose(
-    cases: argument(list[str] | None, 'Cases to run, by their folders; default: all.') = None,
-    half: option(str | None, 'Run one half of the cases: development or scored.') = None,
-    repeat: option(int, 'Runs of each slow and fixed program, in turn; 0: no gain is measured.', min=0) = 1,
-    out: option(Path | None, 'File with a line of JSON for each case; a run that was stopped '
-                             'continues there.') = None,
-    record: _Record = False,
-):
-    "Diagnose slow programs that others reported, and controls: how often is the diagnosis right?"
-    scoring = _from_checkout('diagnosis.programs.score', 'bench diagnose')
-    found = scoring.score_cases(cases, half, repeat, out, to_stderr)
-    rows, totals = scoring.published(found), scoring.totals(found)
-    if record: _write_record('diagnosis', rows, **totals)
-    lines = [table('Diagnosed programs', rows), *scoring.total_lines(totals)]
-    return {'rows': rows} | totals, '\n'.join(lines)
 
 # %% ../../nbs/app/cli.ipynb #a7f8394d
 def _sourced(file: Path) -> str:

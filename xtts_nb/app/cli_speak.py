@@ -15,8 +15,8 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, _bench_app, command, _convert_app, _EXISTS, _FOLDER, given, option, _Preset, progress,
-    _Record, _Rounds, start, table, to_stderr, _write_record)
+    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, option, progress, _Record, start,
+    to_stderr, _write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
 _speech = partial(command, panel='Speak')
@@ -406,66 +406,3 @@ def _serve(
     requests = dict(sorted(service.metrics.statuses().items()))
     return {'requests': requests}, f'Requests by status: {requests}'
 
-
-# %% ../../nbs/app/cli_speak.ipynb #5a7b0c12
-_SAY_CODES = 64   # of each text, 3 s of sound
-
-@command('say', group=_bench_app, example='--rounds 3')
-def _bench_say(
-    preset: _Preset = 'tiny',
-    rounds: _Rounds = 5,
-    record: _Record = False,
-):
-    """Codes per second of speaking, sound included, with random weights and 64 codes for each text.
-
-    naive: the whole prefix for each code; left out for xtts_v2, where it takes minutes
-    float32: a cache of keys and values in one compiled loop
-    bfloat16: the same, with GPT and decoder in bfloat16
-    int8: the same, with int8 weights in the GPT and the decoder in bfloat16
-    batch8: as float32, with eight texts at once
-    batch8_int8: as int8, with eight texts at once
-    stream: as float32, in chunks, each turned into sound at once; 320 codes
-
-    tokens_per_s: codes of all texts per second; real time is 21.5
-    rtf: seconds of computing per second of sound
-    first_sound_ms: from the call to the sound of the first text, or to its first piece
-    ratio: tokens_per_s relative to the first row
-
-    xtts_v2 holds two GPTs of 1.6 GB each, and compiles for minutes first."""
-    from xtts_nb.config import XTTSConfig
-    config = XTTSConfig.preset(preset)
-    start()
-    from xtts_nb.app.bench_say import _say_speed
-    with progress() as tell:
-        tell('measure', 0, 1, 'compiling')
-        rows, more = _say_speed(config, _SAY_CODES, rounds, progress=partial(tell, 'measure'))
-    gpt = config.model.gpt
-    about = {'model': f'{preset}, GPT {gpt.num_layers} x {gpt.hidden_dim}, {_SAY_CODES} codes for each text',
-             **more}
-    if record and preset == 'xtts_v2': _write_record('say_full', rows, **about)
-    elif record: _write_record('say', rows, **about)
-    return {'rows': rows} | about, table(about['model'], rows)
-
-# %% ../../nbs/app/cli_speak.ipynb #5a7b0c21
-@command('service', group=_bench_app, example='--model runs/mine')
-def _bench_service(
-    model: option(Path | None, 'Folder of a model or of a run; default: a small one, random weights.',
-                  **_FOLDER) = None,
-    text: option(str | None, 'What each client asks for; default: a sentence with all letters.') = None,
-    waves: option(int, 'Rounds for each number of clients.', min=1) = 5,
-    record: _Record = False,
-):
-    """Time to first audio for 1, 8, 32 and 200 simultaneous clients, with 8 rows and a queue of 64.
-
-    first_p50_ms, first_p99_ms: from the connection to the first sound, of the clients that were admitted
-    admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
-    refused_p99_ms: until a client receives its rejection"""
-    start()
-    from xtts_nb.app.bench_service import _load_speaker, _LOAD_TEXT, _service_load
-    with progress() as tell:
-        tell('load the model', 0, 1)
-        speaker, what = _load_speaker(model)
-        tell('measure', 0, 1, 'compiling')
-        rows = _service_load(speaker, text or _LOAD_TEXT, rounds=waves, progress=partial(tell, 'measure'))
-    if record: _write_record('service', rows, model=what)
-    return {'rows': rows, 'model': what}, table(what, rows)
