@@ -17,7 +17,6 @@ from xtts_nb.devices import (
 CARD = 24_000   # MiB
 ISOLATED = dict(enable_memory_isolation=True)
 
-
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     "No cluster and no stand-ins but those of the test."

@@ -338,7 +338,8 @@ def check_model(path: str | Path):
     "Raise `UserError` unless this is the folder of a model."
     check_folder(path)
     if not (Path(path) / 'config.yaml').is_file():
-        raise UserError(f'{path}: holds no model (config.yaml is missing); train one there.')
+        raise UserError(f'{path}: holds no model (config.yaml is missing); give the '
+                        'folder of a model or of a run.')
 
 def check_recording(path: str | Path):
     "Raise `UserError` for a folder, or for nothing, where a recording is wanted."

@@ -194,7 +194,7 @@ def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, ex
     Path('three.yaml').write_text(f'training: {{gpt: {{{three}}}}}')
     model = [] if options is None else ['--model', str(base), *options]
     found = {row['key']: row['value'] for row
-             in ran('config show --json --data cache', *model).json['settings']}
+             in ran('config show --json --data .', *model).json['settings']}
     assert tuple(found[f'training.gpt.{key}'] for key
                  in ('learning_rate', 'warmup_steps', 'schedule')) == expected
 

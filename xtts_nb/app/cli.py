@@ -17,7 +17,7 @@ import typer
 
 from .terminal import (
     answer, app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _Json, _load_settings, main,
-    option, _Preset, progress, _Record, _Settings, shown, start, table, to_stderr, _write_record)
+    _MODEL, option, _Preset, progress, _Record, _Settings, shown, start, table, to_stderr, _write_record)
 
 # %% ../../nbs/app/cli.ipynb #49b0d04d
 @command('demo', panel='Begin')
@@ -100,7 +100,7 @@ def _notebooks(folder: argument(Path, 'A new folder for the pages.')):
 from . import cli_data, cli_train, cli_speak, cli_bench
 
 # %% ../../nbs/app/cli.ipynb #d08eb5e8
-_ModelFolder = option(Path, 'Folder of a model or of a run.', '--model', **_FOLDER)
+_ModelFolder = option(Path, 'Folder of a model or of a run.', '--model', **_MODEL)
 
 @command('from-coqui', group=_convert_app, example='XTTS-v2 models/xtts')
 def _convert_from_coqui(

@@ -14,8 +14,8 @@ import typer
 from .cli_train import (
     _Buffer, _DataGPU, _DataMemory, _DEVICES, _gpus, _Isolate, _ModelGPU, _ModelMemory)
 from .terminal import (
-    argument, _bench_app, command, _FOLDER, _from_checkout, option, _Preset, progress, _Record, _Rounds,
-    start, table, to_stderr, _write_record)
+    argument, _bench_app, command, _FOLDER, _from_checkout, _MODEL, option, _Preset, progress, _Record,
+    _Rounds, start, table, to_stderr, _write_record)
 
 # %% ../../nbs/app/cli_bench.ipynb #a9ef203d
 def _data_speed(
@@ -216,7 +216,7 @@ def _bench_say(
 @command('service', group=_bench_app, example='--model runs/mine')
 def _bench_service(
     model: option(Path | None, 'Folder of a model or of a run; default: a small one, random weights.',
-                  **_FOLDER) = None,
+                  **_MODEL) = None,
     text: option(str | None, 'What each client asks for; default: a sentence with all letters.') = None,
     waves: option(int, 'Rounds for each number of clients.', min=1) = 5,
     record: _Record = False,

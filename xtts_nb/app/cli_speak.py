@@ -15,13 +15,13 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, option, progress, _Record, start,
+    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _MODEL, option, progress, _Record, start,
     to_stderr, _write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
 _speech = partial(command, panel='Speak')
 
-Model = option(Path, 'Folder of a model or of a run.', '--model', **_FOLDER)
+Model = option(Path, 'Folder of a model or of a run.', '--model', **_MODEL)
 _Voices = option(Path, 'Folder of saved voices.')
 _DecoderPrecision = option(str | None, 'Precision of HiFi-GAN: float32, or bfloat16 where the CPU has it.')
 _Weights = option(str | None, 'Weights of the GPT in speech: float, or int8, which a CPU reads faster.')
@@ -39,8 +39,6 @@ def _text_of(text: str | None, file: Path | None) -> str:
 def _speech_settings(model: Path, **options) -> dict:
     "The settings of speech that were given, checked together with those of the model."
     from xtts_nb.config import XTTSConfig
-    from xtts_nb.files import check_model
-    check_model(model)
     XTTSConfig.load(model / 'config.yaml').replace('options', speech=given(**options))
     return given(**options)
 
@@ -317,8 +315,6 @@ def _evaluate(
     record: _Record = False,
 ):
     "Score the speech of a model against the recordings, their codes alone and an untrained model."
-    from xtts_nb.files import check_model
-    check_model(model)
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.evaluate import evaluate

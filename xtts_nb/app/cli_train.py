@@ -13,15 +13,15 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _load_settings, option, _Preset,
-    progress, _Settings, start, table, to_stderr, Whisper, _with_file)
+    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _load_settings, _MODEL, option,
+    _Preset, progress, _Settings, start, table, to_stderr, Whisper, _with_file)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
 _training = partial(command, panel='Train')
 _find_app = typer.Typer(no_args_is_help=True, help='Find a batch size or learning rate by trying values.')
 app.add_typer(_find_app, name='find', rich_help_panel='Train')
 
-_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model', **_FOLDER)
+_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model', **_MODEL)
 _Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
 _AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache has it.')
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
@@ -250,7 +250,7 @@ def _train_dvae(
 # %% ../../nbs/app/cli_train.ipynb #67c31047
 @_training('train-decoder', example='--model runs/mine --run runs/decoder')
 def _train_decoder(
-    model: option(Path | None, 'Folder of a trained model; not needed to resume.', **_FOLDER) = None,
+    model: option(Path | None, 'Folder of a trained model; not needed to resume.', **_MODEL) = None,
     data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.',
                  **_FOLDER) = None,
     run: _RunFolder = None,
@@ -289,10 +289,10 @@ def _decoder_settings(folder: Path, config: Path | None, known: bool):
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
 def _check_cache(cache, data: Path):
-    "Raise `UserError` for a corpus: the searches read a cache."
+    "Raise `UserError` for anything but a cache, such as a corpus."
     from xtts_nb.config import UserError
     if not cache:
-        raise UserError(f'{data}: is a corpus; prepare it first with xtts-nb prepare {data} --out CACHE.')
+        raise UserError(f'{data}: is no cache; make one with xtts-nb prepare CORPUS --out CACHE.')
 
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
@@ -390,7 +390,7 @@ def _config_show(ctx: typer.Context):
 @command('to-model', group=_convert_app, example='models/mine --model runs/mine')
 def _convert_to_model(
     out: argument(Path, 'A new folder for the model.'),
-    run: option(Path, 'Folder of a run.', '--model', **_FOLDER),
+    run: option(Path, 'Folder of a run.', '--model', **_MODEL),
     best: option(bool, 'Model of the best validation instead of the newest.', '--best') = False,
     bfloat16: option(bool, 'Store bfloat16, half the size.', '--bfloat16') = False,
 ):

@@ -55,7 +55,7 @@ def _checked(name: str) -> dict:
         return value
     return {'callback': check}
 
-_EXISTS, _FOLDER = map(_checked, ('check_exists', 'check_folder'))
+_EXISTS, _FOLDER, _MODEL = map(_checked, ('check_exists', 'check_folder', 'check_model'))
 
 _Json = option(bool, 'Print one JSON object as the last line of stdout.', '--json')
 _Preset = option(str, 'Sizes of the model: tiny, or xtts_v2 as released.')
@@ -166,6 +166,7 @@ def _code(arguments: list[str], debug: bool) -> int:
     except Exception as e:
         if debug or not hasattr(e, 'format_message'): raise
         message, place = e.format_message(), getattr(e, 'ctx', None)   # of a wrong option
+        message = re.sub('Input should be (.+), unable.+', r'give \1.', message)   # pydantic's words
         if not message: return 2   # the help was printed, as nothing was given
         command = place.command_path if place else 'xtts-nb'
         ending = '' if message.endswith(('.', '?')) else '.'

@@ -258,4 +258,5 @@ def find_voice(
 ):   # what `Speaker.listen` takes
     "What a user means by a voice; raises `UserError` if it is not there or does not fit the model."
     files = _voice_files(given, folder)
-    return load_voice(files[0], xtts) if Path(files[0]).suffix == '.safetensors' else files
+    saved = [path for path in files if Path(path).suffix == '.safetensors']
+    return load_voice(saved[0], xtts) if saved else files
