@@ -153,7 +153,7 @@ def base(tmp_path) -> Path:
     own = TINY.replace(model={'gpt': {'num_layers': 3, 'dropout': .3}},
                        speech={'temperature': .25, 'top_k': 7},
                        training={'decoder': {'steps': 9}})
-    (folder := tmp_path / 'base').mkdir()
+    for name in ('cache', 'base'): (folder := tmp_path / name).mkdir()
     (folder / 'config.yaml').write_text(own.to_yaml())
     for name in ('tokenizer.json', 'model.safetensors'): (folder / name).touch()
     return folder
@@ -194,7 +194,7 @@ def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, ex
     Path('three.yaml').write_text(f'training: {{gpt: {{{three}}}}}')
     model = [] if options is None else ['--model', str(base), *options]
     found = {row['key']: row['value'] for row
-             in ran('config show --json --data .', *model).json['settings']}
+             in ran('config show --json --data cache', *model).json['settings']}
     assert tuple(found[f'training.gpt.{key}'] for key
                  in ('learning_rate', 'warmup_steps', 'schedule')) == expected
 

@@ -253,8 +253,8 @@ def _with_rows(config, batch_size: int | None): return config.replace(data=given
 # %% ../../nbs/app/cli.ipynb #975587b4
 @_speed('diagnose', example='train.py')
 def _diagnose(
-    script: argument(list[str] | None, 'A training script of yours, and behind -- its arguments; default: '
-                     'the training of this library.') = None,
+    script: argument(list[str] | None, 'Your training script, and behind -- its arguments; default: the '
+                     'training of this library.') = None,
     config: _Settings = None,
     data: _DataOption = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,

@@ -51,8 +51,9 @@ def _corpus(
     source: argument(Path, 'A recording, a folder of recordings (or a folder for each speaker), or clips '
                            'with a table, which are checked.', **_EXISTS),
     out: option(Path, 'Folder of the corpus; it must be new or empty.'),
-    text: option(Path | None, 'What is read: paragraphs, a book (.epub) or subtitles (.srt, .vtt, .ass); '
-                              'default: a file of the same name next to each recording.', **_EXISTS) = None,
+    text: option(Path | None, 'Text of the recordings: paragraphs, a book (.epub) or subtitles (.srt, .vtt, '
+                              '.ass); default: a file of the same name next to each recording.',
+                 **_EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
     fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.',

@@ -82,10 +82,10 @@ def _say(
     text_file: option(Path | None, 'File with the text, in UTF-8; - reads stdin.') = None,
     language: option(str, 'Language of the text; auto detects it for each sentence.') = 'en',
     out: option(Path | None, 'WAV file to write; default: say.wav.') = None,
-    temperature: option(float | None, '0 takes the most probable code; more varies more.') = None,
-    top_k: option(int | None, 'Most codes to sample from.') = None,
-    top_p: option(float | None, 'Least total probability of these codes.') = None,
-    repetition_penalty: option(float | None, 'Penalty for codes generated before; 1 is none.') = None,
+    temperature: option(float | None, '0 takes the most probable code; higher values vary more.') = None,
+    top_k: option(int | None, 'Sample from at most this many of the most probable codes.') = None,
+    top_p: option(float | None, 'Sample from the most probable codes up to this total probability.') = None,
+    repetition_penalty: option(float | None, 'Penalty for codes generated before; 1: no penalty.') = None,
     speed: option(float | None, '2 is twice as fast, at the same pitch.') = None,
     decoder_precision: _DecoderPrecision = None,
     weights: _Weights = None,
@@ -303,8 +303,8 @@ def _fixed(xtts, languages: str, folder: Path, each: int):
 def _evaluate(
     data: argument(Path, 'A cache, or the folder of a corpus.', **_EXISTS),
     model: Model,
-    clips: option(int, 'Clips to speak: held-out ones of the run, where it has some; with --sentences of '
-                       'each language.', min=1) = 16,
+    clips: option(int, 'Number of clips to speak: held-out ones of the run, if it has some; with '
+                       '--sentences, for each language.', min=1) = 16,
     sentences: option(str | None, 'Speak fixed sentences of these languages (de,fa or all) in the voices of '
                                   'DATA instead.') = None,
     report: option(Path | None, 'Folder for a page with players.') = None,
@@ -355,7 +355,8 @@ def _serve(
     voices: option(Path, 'Folder of saved voices; it may change while the service runs.', **_FOLDER),
     port: option(int, 'Port; 0: a free one.', min=0, max=65535) = 8000,
     host: option(str, 'Address to listen on; 0.0.0.0: all addresses of this machine.') = '127.0.0.1',
-    key: option(str | None, 'Key that clients must send; none: any.', envvar='XTTS_NB_KEY') = None,
+    key: option(str | None, 'Key that clients must send; default: none is required.',
+                envvar='XTTS_NB_KEY') = None,
     language: option(str | None, 'Language of requests that name none; auto detects it. Default: en, else '
                                  'the first of the model.') = None,
     rows: option(int, 'Texts that are spoken at once.', min=1) = 8,
@@ -368,7 +369,7 @@ def _serve(
     voice_alias: option(list[str], 'Another name of a voice, NAME=VOICE; may be repeated.') = (),
     cors: option(list[str], 'Web site whose pages may speak here, http://HOST:PORT; may be repeated.') = (),
     allow_host: option(list[str], 'Name of this service for clients without a key; may be repeated.') = (),
-    private_lists: option(bool, 'Ask for the key for the lists of voices and models too.',
+    private_lists: option(bool, 'Require the key for the lists of voices and models too.',
                           '--private-lists') = False,
 ):
     "Speak for other programs over HTTP, as OpenAI's /v1/audio/speech; / is a page to type and listen."

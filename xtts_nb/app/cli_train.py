@@ -27,8 +27,8 @@ _AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache 
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
 _Steps = option(int | None, 'Total number of updates.', min=1)
 _HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
-_Older = option(Path | None, 'Cache or corpus that the model knows already, to read some of it too.', '--mix',
-                **_EXISTS)
+_Older = option(Path | None, 'Cache or corpus of older clips that the model knows, to train on some of them '
+                             'too.', '--mix', **_EXISTS)
 _OlderShare = option(float | None, 'Share of the updates that read these; default: 0.2.', min=0, max=0.9)
 _GPUPreset = option(str | None, 'Batch, precision and workers for a GPU: 4090, 3090, 3060, A100, '
                                  'H200.')
@@ -50,7 +50,7 @@ _DEVICES = 'data_gpu model_gpu enable_memory_isolation data_gpu_memory model_gpu
 def _tune(
     source: argument(Path, 'A recording, a folder of recordings, or a corpus.', **_EXISTS),
     out: option(Path, 'Folder for all results; the same command continues there.'),
-    text: option(Path | None, 'What is read; default: a file of the same name next to each one.',
+    text: option(Path | None, 'Text of the recordings; default: a file of the same name next to each.',
                  **_EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,

@@ -63,8 +63,8 @@ _Record = option(bool, 'Write the numbers into a new file in benchmarks/.', '--r
 _Rounds = option(int, 'Times that each variant runs, if the budget allows it.', min=1)
 _Budget = option(float, 'Minutes; fewer rounds are run if they would take longer, but at least three.', min=0)
 _Settings = option(Path | None, 'YAML file of settings; they override the preset.', **_EXISTS)
-Whisper = option(str | None, 'Recordings without a text: a Whisper model that writes it, a folder or a name '
-                             'such as small, which faster-whisper fetches.', '--transcribe')
+Whisper = option(str | None, 'Whisper model that writes the text of recordings without one: a folder, or a '
+                             'name such as small, which faster-whisper fetches.', '--transcribe')
 
 @app.callback()
 def _common(
