@@ -292,7 +292,7 @@ def _check_cache(cache, data: Path):
     "Raise `UserError` for anything but a cache, such as a corpus."
     from xtts_nb.config import UserError
     if not cache:
-        raise UserError(f'{data}: is no cache; make one with xtts-nb prepare CORPUS --out CACHE.')
+        raise UserError(f'{data}: is not a cache; make one with xtts-nb prepare CORPUS --out CACHE.')
 
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
