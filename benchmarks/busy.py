@@ -29,7 +29,7 @@ import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import (  # noqa: E402
     add_rounds, add_sizes, arguments, measuring, output, run, start)
-from xtts_nb.app.cli_train import _sized  # noqa: E402
+from xtts_nb.app.cli_bench import _sized  # noqa: E402
 from xtts_nb.app.bench_data import check_equal, _differing_share, readers  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402

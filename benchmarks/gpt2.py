@@ -24,7 +24,7 @@ import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import (  # noqa: E402
     add_rounds, add_sizes, arguments, measuring, output, run, start, step_peer)
-from xtts_nb.app.cli_train import _sized  # noqa: E402
+from xtts_nb.app.cli_bench import _sized  # noqa: E402
 from xtts_nb.app.speed import _ARMS  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import XTTSConfig  # noqa: E402

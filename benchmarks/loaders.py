@@ -27,7 +27,7 @@ import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import (  # noqa: E402
     COQUI, Peer, add_rounds, arguments, measuring, output, run, start)
-from xtts_nb.app.cli_data import _data_speed  # noqa: E402
+from xtts_nb.app.cli_bench import _data_speed  # noqa: E402
 from xtts_nb.app.bench_data import _compared_text, _differing_share, PythonReader  # noqa: E402
 from xtts_nb.bench import _check_python  # noqa: E402
 from xtts_nb.data.audio import _hann_window, load_audio, log_mel, log_mel_numpy  # noqa: E402

@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import add_rounds, add_sizes, arguments, measuring, output, run, start  # noqa: E402
-from xtts_nb.app.cli_train import _sized  # noqa: E402
+from xtts_nb.app.cli_bench import _sized  # noqa: E402
 from xtts_nb.bench import compare, wait_for  # noqa: E402
 from xtts_nb.models.xtts import step_flops  # noqa: E402
 from xtts_nb.train.step import first_steps, random_batch, step_modes  # noqa: E402

@@ -20,7 +20,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import (  # noqa: E402
     COQUI, Peer, add_rounds, arguments, measuring, output, run, start, step_peer)
-from xtts_nb.app.cli_speak import _SAY_CODES  # noqa: E402
+from xtts_nb.app.cli_bench import _SAY_CODES  # noqa: E402
 from xtts_nb.app.bench_say import _say_speed  # noqa: E402
 from xtts_nb.bench import _check_python  # noqa: E402
 from xtts_nb.config import XTTSConfig  # noqa: E402

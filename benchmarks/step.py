@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import (  # noqa: E402
     Peer, add_rounds, add_sizes, arguments, measuring, output, run, start, step_peer)
-from xtts_nb.app.cli_train import _sized  # noqa: E402
+from xtts_nb.app.cli_bench import _sized  # noqa: E402
 from xtts_nb.app.speed import _step_positions, step_speed  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
 

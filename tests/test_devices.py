@@ -15,7 +15,7 @@ from xtts_nb.devices import (
     setup_devices)
 
 CARD = 24_000   # MiB
-
+ISOLATED = dict(enable_memory_isolation=True)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
@@ -24,25 +24,25 @@ def alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 @pytest.mark.parametrize('cards, asked, limits, data, model, part', [
-    ([], {}, {}, 'CPU:0', 'CPU:0', (0, 0)),
-    ([CARD, CARD], {}, {0: ()}, 'GPU:0', 'GPU:0', (0, 0)),
+    ([], {}, {}, 'CPU:0', 'CPU:0', (0, 0)), ([CARD, CARD], {}, {0: ()}, 'GPU:0', 'GPU:0', (0, 0)),
     ([CARD, CARD], dict(data_gpu=1, model_gpu=0), {0: (), 1: ()}, 'GPU:1', 'GPU:0', (0, 0)),
     ([CARD] * 4, dict(data_gpu=3, model_gpu=2), {2: (), 3: ()}, 'GPU:1', 'GPU:0', (2, 0)),
     ([CARD] * 4, dict(data_gpu=2), {0: (), 2: ()}, 'GPU:1', 'GPU:0', (0, 0)),
-    ([CARD, CARD], dict(isolate=True), {0: (21_600,), 1: (21_600,)}, 'GPU:0', 'GPU:1', (1, 0)),
-    ([CARD, 2 * CARD], dict(data_gpu=0, model_gpu=1, data_memory=8192), {0: (8192,), 1: (43_200,)}, 'GPU:0',
-     'GPU:1', (1, 0)),
-    ([CARD], dict(isolate=True), {0: (4800, 16_800)}, 'GPU:0', 'GPU:1', (0, 1)),
-    ([None], dict(data_memory=4000, model_memory=20_000), {0: (4000, 20_000)}, 'GPU:0', 'GPU:1', (0, 1)),
+    ([CARD, CARD], ISOLATED, {0: (21_600,), 1: (21_600,)}, 'GPU:0', 'GPU:1', (1, 0)),
+    ([CARD, 2 * CARD], dict(data_gpu=0, model_gpu=1, data_gpu_memory=8192), {0: (8192,), 1: (43_200,)},
+     'GPU:0', 'GPU:1', (1, 0)),
+    ([CARD], ISOLATED, {0: (4800, 16_800)}, 'GPU:0', 'GPU:1', (0, 1)),
+    ([None], dict(data_gpu_memory=4000, model_gpu_memory=20_000), {0: (4000, 20_000)},
+     'GPU:0', 'GPU:1', (0, 1)),
     ([CARD] * 3, dict(data_gpu=2, model_gpu=1, kind='CPU'), {1: (), 2: ()}, 'CPU:1', 'CPU:0', (1, 0))])
 def test_plans(cards, asked, limits, data, model, part):
     plan = plan_devices(cards, **asked)
     assert plan == _DevicePlan(limits, data, model) and plan.model_part == part
 
 @pytest.mark.parametrize('cards, asked, words', [
-    ([], dict(data_gpu=0, model_gpu=1), 'no GPU'), ([CARD, None], dict(isolate=True), '--model-gpu-memory'),
-    ([CARD], dict(data_memory=12_000, model_memory=12_001), '12000 \\+ 12001'),
-    ([CARD], dict(data_memory=0), '--data-gpu-memory 0')])
+    ([], dict(data_gpu=0, model_gpu=1), 'no GPU'), ([CARD, None], ISOLATED, '`model_gpu_memory`'),
+    ([CARD], dict(data_gpu_memory=0), '`data_gpu_memory` 0'),
+    ([CARD], dict(data_gpu_memory=12_000, model_gpu_memory=12_001), '12000 \\+ 12001')])
 def test_plans_that_cannot_be(cards, asked, words):
     with pytest.raises(UserError, match=words): plan_devices(cards, **asked)
 
@@ -77,7 +77,7 @@ def gpus(not_started, monkeypatch):
     return cards
 
 def test_limits_are_set_and_read_back(gpus, monkeypatch):
-    _apply_plan(plan := plan_devices([CARD], isolate=True))   # one card becomes two devices
+    _apply_plan(plan := plan_devices([CARD], enable_memory_isolation=True))   # one card becomes two devices
     assert _check_plan(plan) == {'GPU 0, MiB': ((4800, 16_800),) * 2,
                                 'devices': (('GPU:0', 'GPU:1'), ['GPU:0', 'GPU:1'])}
     assert tf.config.get_visible_devices('GPU') == gpus[:1]   # the other card is left to others

@@ -19,7 +19,7 @@ import sys
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, get_args, get_origin, Literal
 
 import pydantic
 import yaml
@@ -65,10 +65,7 @@ def workspace(
         values, root = dict(parser['workspace']) if parser.has_section('workspace') else {}, found.parent
     if os.environ.get('IN_TEST'): values['scale'] = 'tiny'
     try: settings = Workspace(**values)
-    except pydantic.ValidationError as e:
-        bad = e.errors()[0]
-        key = str(bad['loc'][0])
-        raise UserError(f'{found}: {key}: {bad["msg"]}; {_nearest(key, Workspace)}') from None
+    except pydantic.ValidationError as e: raise UserError(_explain(e, str(found), Workspace)) from None
     paths = [k for k in ('root', 'data', 'cache', 'runs', 'xla_cache') if getattr(settings, k)]
     return settings.model_copy(update={k: root / getattr(settings, k) for k in paths})
 
@@ -467,15 +464,30 @@ def _nearest(key: str, section: type) -> str:
     close = difflib.get_close_matches(key, names, n=1)
     return f'did you mean "{close[0]}"?' if close else f'it has {", ".join(names)}.'
 
-def _explain(error: pydantic.ValidationError, where: str) -> str:
-    "The first validation error as one sentence with a fix."
+_BOUNDS = {'gt': 'above', 'ge': 'of at least', 'lt': 'below', 'le': 'at most'}
+
+def _allowed(field: pydantic.fields.FieldInfo) -> str:
+    "The values of a key in words: one of its choices, a number within its bounds, and so on."
+    kind = field.annotation
+    if get_origin(kind) is Literal: return f'one of {", ".join(get_args(kind))}'
+    if get_origin(kind) is tuple: return 'a list of whole numbers above 0'
+    if kind in (bool, Path): return 'true or false' if kind is bool else 'a path'
+    bounds = ' and '.join(f'{word} {getattr(bound, sign)}' for bound in field.metadata
+                          for sign, word in _BOUNDS.items() if hasattr(bound, sign))
+    return f'{"a whole number" if kind is int else "a number"} {bounds}'
+
+def _explain(error: pydantic.ValidationError, where: str, section: type[Section]) -> str:
+    "The first validation error of a section as one sentence with a fix."
     e = error.errors()[0]
-    key, section = '.'.join(map(str, e['loc'])), XTTSConfig
-    for name in e['loc'][:-1]: section = section.model_fields[name].annotation
-    if e['type'] == 'extra_forbidden':
-        return f'{where}: there is no key "{key}"; {_nearest(str(e["loc"][-1]), section)}'
-    if e['type'] == 'value_error': return f'{where}: {key or "the settings"}: {e["ctx"]["error"]}.'
-    return f'{where}: {key or "the settings"}: {e["msg"]}; got {e["input"]!r}.'
+    key = '.'.join(map(str, e['loc'])) or 'the settings'
+    if e['type'] == 'value_error': return f'{where}: {key}: {e["ctx"]["error"]}.'
+    wrong = f'{where}: {key}: {e["input"]!r} is not allowed; give'
+    for name in e['loc']:
+        if not (field := section.model_fields.get(name)):
+            return f'{where}: there is no key "{key}"; {_nearest(str(name), section)}'
+        section = field.annotation
+        if not hasattr(section, 'model_fields'): return f'{wrong} {_allowed(field)}.'
+    return f'{wrong} a section with {", ".join(section.model_fields)}.'
 
 def read_settings(path: str | Path) -> dict:
     "The content of a YAML file, not yet validated; raises `UserError` if it is not YAML of sections."
@@ -511,7 +523,7 @@ class XTTSConfig(Section):
     def from_dict(cls, values: dict, where: str = 'settings') -> 'XTTSConfig':
         "Validated settings; raises `UserError` that names `where`, the key and the closest known key."
         try: return cls.model_validate(values)
-        except pydantic.ValidationError as e: raise UserError(_explain(e, where)) from None
+        except pydantic.ValidationError as e: raise UserError(_explain(e, where, cls)) from None
 
     @classmethod
     def load(cls, path: str | Path) -> 'XTTSConfig':

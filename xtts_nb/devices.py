@@ -40,26 +40,26 @@ class _DevicePlan:
 
 # %% ../nbs/base/devices.ipynb #10d87e13
 def plan_devices(
-    cards: list[int | None],          # MiB of each GPU, None if unknown
-    data_gpu: int | None = None,      # makes batches
-    model_gpu: int | None = None,     # trains
-    isolate: bool = False,            # with memory limits
-    data_memory: int | None = None,   # MiB; a limit implies isolation
-    model_memory: int | None = None,  # MiB
-    kind: str = 'GPU',                # or CPU, of TensorFlow's devices
+    cards: list[int | None],                 # MiB of each GPU, None if unknown
+    data_gpu: int | None = None,             # makes batches
+    model_gpu: int | None = None,            # trains
+    enable_memory_isolation: bool = False,   # limit the memory of both
+    data_gpu_memory: int | None = None,      # MiB; a limit implies isolation
+    model_gpu_memory: int | None = None,     # MiB
+    kind: str = 'GPU',                       # or CPU, of TensorFlow's devices
 ) -> _DevicePlan:
     "The devices of data and model; raises `UserError` if these cards do not allow it."
-    isolate = isolate or data_memory is not None or model_memory is not None
+    isolate = enable_memory_isolation or (data_gpu_memory, model_gpu_memory) != (None, None)
     if data_gpu is not None and data_gpu == model_gpu:
-        raise UserError(f'--data-gpu and --model-gpu are both {data_gpu}; '
+        raise UserError(f'`data_gpu` and `model_gpu` are both {data_gpu}; '
                         'give two different GPUs, or leave both out.')
     if not cards: return _plan_cpu(isolate, data_gpu, model_gpu)
     data, model = _choose(len(cards), data_gpu, model_gpu, isolate)
     shares = (0.9, 0.9) if data != model else (0.2, 0.7)
     limits = {data: (), model: ()}
     if isolate:
-        parts = (_limit(cards, 'data', data, data_memory, shares[0]),
-                 _limit(cards, 'model', model, model_memory, shares[1]))
+        parts = (_limit(cards, 'data', data, data_gpu_memory, shares[0]),
+                 _limit(cards, 'model', model, model_gpu_memory, shares[1]))
         limits = {data: parts[:1], model: parts[1:]} if data != model else {data: parts}
         _check_room(cards, limits)
     if data == model: return _DevicePlan(limits, f'{kind}:0', f'{kind}:{int(isolate)}')
@@ -68,23 +68,23 @@ def plan_devices(
 def _plan_cpu(isolate: bool, *ids: int | None) -> _DevicePlan:
     "Both halves on the CPU."
     if any(i is not None for i in ids):
-        raise UserError('--data-gpu and --model-gpu: TensorFlow sees no GPU here; '
+        raise UserError('`data_gpu` and `model_gpu`: TensorFlow sees no GPU here; '
                         'leave both out to train on the CPU.')
     if isolate:
-        raise UserError('--enable-memory-isolation: a CPU takes no memory limit; '
+        raise UserError('`enable_memory_isolation`: a CPU takes no memory limit; '
                         'leave it and the limits out.')
     return _DevicePlan({}, 'CPU:0', 'CPU:0')
 
 def _choose(count: int, data: int | None, model: int | None, isolate: bool) -> tuple[int, int]:
     "The cards for data and model."
-    for flag, i in (('--data-gpu', data), ('--model-gpu', model)):
+    for name, i in (('data_gpu', data), ('model_gpu', model)):
         if i is not None and not 0 <= i < count:
-            raise UserError(f'{flag} {i}: there is no such GPU, TensorFlow sees {count} (0 to {count - 1}); '
-                            'choose one of these, or leave --data-gpu and --model-gpu out to do both on one.')
+            raise UserError(f'`{name}` {i}: there is no such GPU, TensorFlow sees {count}; choose 0 to '
+                            f'{count - 1}, or leave `data_gpu` and `model_gpu` out to do both on one.')
     if data is None and model is None: return (0, 1) if isolate and count > 1 else (0, 0)
     if count == 1:
-        raise UserError('--data-gpu and --model-gpu: TensorFlow sees one GPU; leave them out to do both on '
-                        'it, with --enable-memory-isolation as two logical GPUs.')
+        raise UserError('`data_gpu` and `model_gpu`: TensorFlow sees one GPU; leave them out to do both on '
+                        'it, with `enable_memory_isolation` as two logical GPUs.')
     if data is None: data = next(i for i in range(count) if i != model)
     if model is None: model = next(i for i in range(count) if i != data)
     return data, model
@@ -93,10 +93,10 @@ def _choose(count: int, data: int | None, model: int | None, isolate: bool) -> t
 def _limit(cards: list, half: str, card: int, requested: int | None, share: float) -> int:
     "MiB for one half."
     if requested is not None and requested < 1:
-        raise UserError(f'--{half}-gpu-memory {requested}: give at least 1 MiB.')
+        raise UserError(f'`{half}_gpu_memory` {requested}: give at least 1 MiB.')
     if requested is None and cards[card] is None:
-        raise UserError(f'--enable-memory-isolation: the memory of GPU {card} cannot be read here; give '
-                        f'--{half}-gpu-memory MIB.')
+        raise UserError(f'`enable_memory_isolation`: the memory of GPU {card} cannot be read here; give '
+                        f'`{half}_gpu_memory` in MiB.')
     return int(cards[card] * share) if requested is None else requested
 
 def _check_room(cards: list, limits: dict):
@@ -104,7 +104,7 @@ def _check_room(cards: list, limits: dict):
     for card, parts in limits.items():
         if cards[card] is not None and sum(parts) > cards[card]:
             raise UserError(f'GPU {card}: {" + ".join(map(str, parts))} MiB are more than the {cards[card]} '
-                            'MiB of the card; lower --data-gpu-memory or --model-gpu-memory.')
+                            'MiB of the card; lower `data_gpu_memory` or `model_gpu_memory`.')
 
 # %% ../nbs/base/devices.ipynb #caaa4dc0
 def card_memory() -> list[int | None]:   # MiB
@@ -177,7 +177,7 @@ def setup_devices(
         say(f'{_CPU_CARDS}: {stand_ins} logical CPU devices stand in for GPUs.')
     if every or _in_cluster():
         if options:
-            raise UserError('--data-gpu and similar options are for one machine; leave them out.')
+            raise UserError(f'`{next(iter(options))}` is for one machine; leave it out.')
         first = f'{kind if cards else "CPU"}:0'
         plan = _DevicePlan({i: () for i in range(len(cards))}, first, first)
     elif two: plan = _plan_two(cards, kind, options)
@@ -189,7 +189,7 @@ def setup_devices(
 def _plan_two(cards: list, kind: str, options: dict) -> _DevicePlan:
     "Two devices: as the options say, else two cards, else one in two parts, else two logical CPU devices."
     if not cards and not options: return plan_devices([None, None], 0, 1, kind='CPU')
-    if len(cards) == 1: options = options | {'isolate': True}
+    if len(cards) == 1: options = options | {'enable_memory_isolation': True}
     if len(cards) > 1 and not options.keys() & {'data_gpu', 'model_gpu'}:
         options = options | {'data_gpu': 0, 'model_gpu': 1}
     return plan_devices(cards, **options, kind=kind)

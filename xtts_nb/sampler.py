@@ -254,8 +254,8 @@ def _cards() -> list[_Card]:
         cards = [_Card(nv.nvmlDeviceGetHandleByIndex(i), i) for i in range(nv.nvmlDeviceGetCount())]
     except nv.NVMLError as e:
         fix = fixes.get(e.value, 'install the NVIDIA driver')
-        raise UserError(f'NVML: {e}; {fix}, or use `best_probe`.') from None
-    if not cards: raise UserError('NVML: the driver sees no GPU; use `best_probe`.')
+        raise UserError(f'NVML: {e}; {fix}, or use `best_probe()`.') from None
+    if not cards: raise UserError('NVML: the driver sees no GPU; use `best_probe()`.')
     return cards
 
 # %% ../nbs/base/sampler.ipynb #b9e92f43
@@ -300,7 +300,7 @@ def nvml_probe():   # a callable that returns a `Sample`
     "Reads the NVIDIA GPUs of this process, numbered as by TensorFlow, and the CPU; `UserError` without any."
     import pynvml as nv
     if _visible_ids() == []:
-        raise UserError('CUDA_VISIBLE_DEVICES hides every GPU; unset it, or use `best_probe`.')
+        raise UserError('CUDA_VISIBLE_DEVICES hides every GPU; unset it, or use `best_probe()`.')
     cards, cpu, before = _visible(_cards()), _cpu_probe(), time.perf_counter()
     if not cards: raise UserError('CUDA_VISIBLE_DEVICES names no GPU of this machine; change or unset it.')
     def probe() -> Sample:

@@ -93,7 +93,7 @@ def gpu_preset(
     "The settings that fit a card; raises `UserError` naming the known cards."
     plain = re.sub('nvidia|geforce|rtx|[^a-z0-9]', '', name.lower()).upper()
     if plain not in _GPU_PRESETS:
-        raise UserError(f'There is no preset for the GPU "{name}"; choose one of {", ".join(_GPU_PRESETS)}.')
+        raise UserError(f'`gpu_preset` {name}: there is none; choose one of {", ".join(_GPU_PRESETS)}.')
     batch, parts, workers, buffer, checkpointing = _GPU_PRESETS[plain]
     return {'data.batch_size': batch, 'training.gpt.grad_accum_steps': parts,
             'data.num_workers': min(workers, cores),
@@ -111,7 +111,7 @@ _LEVELS = {
 def optimization_level(name: str) -> dict:
     "The keys of an optimization level; raises `UserError` naming the known levels."
     if name not in _LEVELS:
-        raise UserError(f'There is no optimization level "{name}"; choose one of {", ".join(_LEVELS)}.')
+        raise UserError(f'`optimization_level` {name}: there is none; choose one of {", ".join(_LEVELS)}.')
     return _LEVELS[name]
 
 # %% ../nbs/base/settings.ipynb #67a8c6bb
@@ -122,11 +122,14 @@ _OPTIONS = {   # short name -> key
     'prefetch_buffer_size': 'data.prefetch_buffer_size', 'prefetch_to_gpu': 'data.prefetch_to_gpu',
     'preprocessing_mode': 'data.preprocessing_mode', 'enable_static_shapes': 'data.pad_to_fixed_length'}
 
+# of `plan_devices`
+_DEVICE_OPTIONS = 'data_gpu', 'model_gpu', 'enable_memory_isolation', 'data_gpu_memory', 'model_gpu_memory'
+
 def option_keys(options: dict) -> dict:   # {short name or key: value}; a short name with None: not given
     "The same with keys only; raises `UserError` for a name that is neither."
     given = {name: value for name, value in options.items() if value is not None or '.' in name}
     if 'steps' in given and 'epochs' in given:
-        raise UserError('--steps and --epochs both say how long; give one of them.')
+        raise UserError('`steps` and `epochs` both say how long; give one of them.')
     length = {'training.gpt.epochs': 0} if 'steps' in given else {}
     for name in given:
         if name not in _OPTIONS and '.' not in name:
@@ -218,7 +221,8 @@ def resolve(
         if changed: say(f'{name}: {", ".join(changed)}')
         values |= keys
         given |= keys
-    return _Resolved(now.replace(**nested(given)) if given else now, begun, came_from)
+    where = ' and '.join(name for name, keys in layers.items() if keys and name != file)
+    return _Resolved(now.replace(where, **nested(given)) if given else now, begun, came_from)
 
 def layers_of(
     gpu: str | None = None,     # a preset of `_GPU_PRESETS`

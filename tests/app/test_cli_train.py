@@ -153,7 +153,7 @@ def base(tmp_path) -> Path:
     own = TINY.replace(model={'gpt': {'num_layers': 3, 'dropout': .3}},
                        speech={'temperature': .25, 'top_k': 7},
                        training={'decoder': {'steps': 9}})
-    (folder := tmp_path / 'base').mkdir()
+    for name in ('cache', 'base'): (folder := tmp_path / name).mkdir()
     (folder / 'config.yaml').write_text(own.to_yaml())
     for name in ('tokenizer.json', 'model.safetensors'): (folder / name).touch()
     return folder

@@ -40,7 +40,7 @@ def test_ctrl_c_that_native_code_renames_prints_or_loses_ends_a_command(monkeypa
     monkeypatch.setattr('xtts_nb.config.setup_tf', setup_tf)
     before, hook = signal.getsignal(signal.SIGINT), sys.excepthook
     if before is signal.SIG_IGN: pytest.skip('SIGINT is ignored, as in the background of a shell')
-    assert main('voices', 'add', 'anna', 'a.wav', '--model', 'm', '--voices', 'v') == 130
+    assert main('merge', '.', '--out', 'cache') == 130
     assert capfd.readouterr() == ('', 'xtts-nb: Stopped.\n') and signal.getsignal(signal.SIGINT) is before
     assert not printed and sys.excepthook is hook and sys.unraisablehook == printed.append
     monkeypatch.undo()

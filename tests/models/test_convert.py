@@ -141,7 +141,7 @@ ROWS_AND_TOKENS = f'vocab.json: has {SIZE} tokens, but gpt.text_embedding has {{
     (lambda s, t, f: s['model_args'].update(gpt_layers=30), 'gpt_layers is 30, the tensors have 2'),
     (lambda s, t, f: s['model_args'].update(gpt_n_heads=0.5), 'heads'),
     (lambda s, t, f: s.update(audio={'output_sample_rate': 44100}), 'audio.output_sample_rate is 44100'),
-    (lambda s, t, f: s.update(temperature='hot'), r'config.json: speech\..*got '),
+    (lambda s, t, f: s.update(temperature='hot'), r'config.json: speech\..*give '),
     (lambda s, t, f: '', 'config.json: not JSON'), (lambda *_: '{"model_args": 3}', 'holds no settings'),
     (lambda s, t, f: f.update({'model.pth': {'model': 5}}), 'model.pth: holds no named tensors'),
     (lambda s, t, f: f.update({'dvae.pth': None}), 'dvae.pth: holds no named tensors'),

@@ -75,7 +75,7 @@ def test_a_voice_is_replaced_only_by_force(singer, plain):
     never = SimpleNamespace(xtts=singer.xtts)   # nothing is computed
     for refused in (lambda: add_voice(plain, 'one', [LOW], never),
                     lambda: blend_voices(plain, 'one', {'three': 1.})):
-        with pytest.raises(UserError, match='one.safetensors: the voice exists already; .*--force'): refused()
+        with pytest.raises(UserError, match='one.safetensors: the voice exists already; .*`force`'): refused()
     assert (plain / 'one.safetensors').read_bytes() == before
     (plain / 'model.safetensors').write_bytes(safetensors.numpy.save({'w': np.ones(2)}))   # of somebody else
     (plain / 'cut.safetensors').write_bytes(before[:-1])
@@ -89,11 +89,10 @@ def test_a_voice_is_replaced_only_by_force(singer, plain):
 # --- what a user means --------------------------------------------------------------------------------------
 
 def test_a_voice_is_found(shelf, singer, tmp_path):
-    recordings = ['a.wav', shelf / 'b.flac']
+    recordings = [str(tmp_path / 'a.wav'), tmp_path / 'b.flac']
+    for path in recordings: Path(path).touch()
     assert find_voice(recordings, singer.xtts) is recordings
-    there = [str(tmp_path / 'a.wav')]
-    Path(there[0]).touch()
-    assert find_voice(there, singer.xtts, tmp_path) is there   # a file, not a name
+    assert find_voice(there := recordings[:1], singer.xtts, tmp_path) is there   # a file, not a name
     for given, folder in ((['a.wav', 'v.safetensors'], None), (['low', 'high'], shelf)):
         with pytest.raises(UserError, match='several voices cannot speak one text'):
             find_voice(given, singer.xtts, folder)

@@ -338,9 +338,9 @@ def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, prepared, tmp_
 
 @pytest.mark.cpu
 @pytest.mark.parametrize('line, words', [
-    (['train', '--data', 'nothing', *CARDS, '--fit-memory'], '--fit-memory: tries updates on the first GPU'),
-    (['train', '--data', 'nothing', '--model-gpu', 2], 'no such GPU'),
-    (['train', '--data', 'nothing', '--data-gpu-memory', 10**9], 'are more than the'),
+    (['train', '--data', '.', *CARDS, '--fit-memory'], '--fit-memory tries updates on the first GPU'),
+    (['train', '--data', '.', '--model-gpu', 2], 'no such GPU'),
+    (['train', '--data', '.', '--data-gpu-memory', 10**9], 'are more than the'),
     (['bench', 'dual', '--data-gpu', 0], 'give a runtime cache')])
 def test_devices_are_refused_before_anything_is_read(two_cards, line, words, capfd):
     "In this process TensorFlow has started: a plan that could be made would be refused for that."

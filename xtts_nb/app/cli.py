@@ -16,9 +16,8 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    answer, app, argument, _bench_app, command, _convert_app, _from_checkout, given, _Json, _load_settings,
-    main,
-    option, _Preset, progress, _Record, _Settings, shown, start, table, to_stderr, _write_record)
+    answer, app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _Json, _load_settings, main,
+    _MODEL, option, _Preset, progress, _Record, _Settings, shown, start, table, to_stderr, _write_record)
 
 # %% ../../nbs/app/cli.ipynb #49b0d04d
 @command('demo', panel='Begin')
@@ -97,14 +96,16 @@ def _notebooks(folder: argument(Path, 'A new folder for the pages.')):
     return {'folder': str(folder), 'notebooks': len(copies)}, text
 
 # %% ../../nbs/app/cli.ipynb #ab12c0de
-from . import cli_data, cli_train, cli_speak   # here: the groups of --help are in this order
+# here: the groups of --help are in this order
+from . import cli_data, cli_train, cli_speak, cli_bench
 
 # %% ../../nbs/app/cli.ipynb #d08eb5e8
-_ModelFolder = option(Path, 'Folder of a model or of a run.', '--model')
+_ModelFolder = option(Path, 'Folder of a model or of a run.', '--model', **_MODEL)
 
 @command('from-coqui', group=_convert_app, example='XTTS-v2 models/xtts')
 def _convert_from_coqui(
-    folder: argument(Path, 'Folder with model.pth, dvae.pth, mel_stats.pth, vocab.json, config.json.'),
+    folder: argument(Path, 'Folder with model.pth, dvae.pth, mel_stats.pth, vocab.json, config.json.',
+                     **_FOLDER),
     out: argument(Path, 'A new folder for the model.'),
 ):
     "Convert a checkpoint of coqui-tts into a model; no code in it is run."
@@ -133,7 +134,7 @@ def _add_language(
     out: argument(Path, 'A new folder for the grown model.'),
     folder: _ModelFolder,
     language: option(str, 'Code of the new language, such as fa.'),
-    texts: option(Path, 'Text file in that language, one sentence per line.'),
+    texts: option(Path, 'Text file in that language, one sentence per line.', **_EXISTS),
     tokens: option(int, 'New tokens; default: the tag and the missing characters.', min=0) = 0,
     seed: option(int, 'Seed for the new rows.', min=0) = 0,
 ):
@@ -169,7 +170,7 @@ def _monitor(
 # %% ../../nbs/app/cli.ipynb #a89da087
 @app.command('profile', rich_help_panel='Speed', epilog=shown('profile', app, '--data cache/mine'))
 def _profile_step(
-    data: option(Path | None, 'Cache to take batches from; default: random batches.') = None,
+    data: option(Path | None, 'Cache to take batches from; default: random batches.', **_FOLDER) = None,
     preset: option(str | None, 'Sizes of the model: tiny or xtts_v2; default: those of the cache, else '
                                'tiny.') = None,
     config: _Settings = None,
@@ -240,7 +241,7 @@ def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     return result, '\n'.join(lines)
 
 # %% ../../nbs/app/cli.ipynb #5b08c8c5
-_DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.')
+_DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.', **_FOLDER)
 _BatchesOption = option(int, 'Batches in each round of measurements.', min=8)
 _RowsOption = option(int | None, 'Clips of a batch; default: from the settings.', min=1)
 _SecondsOption = option(float, 'Seconds for all measurements, approximately.', min=1)
@@ -252,8 +253,8 @@ def _with_rows(config, batch_size: int | None): return config.replace(data=given
 # %% ../../nbs/app/cli.ipynb #975587b4
 @_speed('diagnose', example='train.py')
 def _diagnose(
-    script: argument(list[str] | None, 'A training script of yours, and behind -- its arguments; default: '
-                     'the training of this library.') = None,
+    script: argument(list[str] | None, 'Your training script, and behind -- its arguments; default: the '
+                     'training of this library.') = None,
     config: _Settings = None,
     data: _DataOption = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,
@@ -282,6 +283,7 @@ def _diagnosed_script(script: list[str], seconds: float, *others) -> tuple[dict,
     if any(others):
         raise UserError('diagnose SCRIPT: only --seconds and --json act on a script; leave the other options '
                         'out.')
+    if not Path(script[0]).is_file(): raise UserError(f'{script[0]}: there is no such script.')
     from xtts_nb.monitor.program import explain, _finding_lines, _leave_with, watch_script
     with redirect_stdout(sys.stderr):
         watch = watch_script(script[0], script[1:], seconds)
@@ -334,24 +336,6 @@ def _fixed_text(found: dict, out: Path | None) -> str:
         unclear = '' if found['verified'] else ', which is not clearly faster'
         lines.append(f'Measured once more: {found["verified_gain"]:.2f} x{unclear}.')
     return '\n'.join([*lines, found['train']])
-
-# %% ../../nbs/app/cli.ipynb #b49a29f9
-@command('diagnose', group=_bench_app, example='--half development --out found.jsonl')
-def _bench_diagnose(
-    cases: argument(list[str] | None, 'Cases to run, by their folders; default: all.') = None,
-    half: option(str | None, 'Run one half of the cases: development or scored.') = None,
-    repeat: option(int, 'Runs of each slow and fixed program, in turn; 0: no gain is measured.', min=0) = 1,
-    out: option(Path | None, 'File with a line of JSON for each case; a run that was stopped '
-                             'continues there.') = None,
-    record: _Record = False,
-):
-    "Diagnose slow programs that others reported, and controls: how often is the diagnosis right?"
-    scoring = _from_checkout('diagnosis.programs.score', 'bench diagnose')
-    found = scoring.score_cases(cases, half, repeat, out, to_stderr)
-    rows, totals = scoring.published(found), scoring.totals(found)
-    if record: _write_record('diagnosis', rows, **totals)
-    lines = [table('Diagnosed programs', rows), *scoring.total_lines(totals)]
-    return {'rows': rows} | totals, '\n'.join(lines)
 
 # %% ../../nbs/app/cli.ipynb #a7f8394d
 def _sourced(file: Path) -> str:

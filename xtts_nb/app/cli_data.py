@@ -9,9 +9,9 @@ __all__ = []
 from functools import partial
 from pathlib import Path
 
-from .terminal import (
-    argument, _bench_app, command, _load_settings, option, progress, _Record, _Rounds, _Settings,
-    start, table, to_stderr, Whisper, _write_record)
+from xtts_nb.app.terminal import (
+    argument, command, _EXISTS, _FOLDER, _load_settings, option, progress, _Settings, start, table,
+    to_stderr, Whisper)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
 _data = partial(command, panel='Data')
@@ -49,13 +49,15 @@ def _are_clips(source: Path) -> bool:
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
 def _corpus(
     source: argument(Path, 'A recording, a folder of recordings (or a folder for each speaker), or clips '
-                           'with a table, which are checked.'),
+                           'with a table, which are checked.', **_EXISTS),
     out: option(Path, 'Folder of the corpus; it must be new or empty.'),
-    text: option(Path | None, 'What is read: paragraphs, a book (.epub) or subtitles (.srt, .vtt, .ass); '
-                              'default: a file of the same name next to each recording.') = None,
+    text: option(Path | None, 'Text of the recordings: paragraphs, a book (.epub) or subtitles (.srt, .vtt, '
+                              '.ass); default: a file of the same name next to each recording.',
+                 **_EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
-    fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.') = None,
+    fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.',
+                **_EXISTS) = None,
     transcribe: Whisper = None,
 ):
     "Cut recordings into clips of 2 to 11 s with their texts, or check clips against their texts."
@@ -79,9 +81,10 @@ def _corpus(
 # %% ../../nbs/app/cli_data.ipynb #244de7ef
 @_data('prepare', example='recordings --out cache/mine')
 def _prepare(
-    corpus: argument(Path, 'Folder of a corpus, or its metadata file.'),
+    corpus: argument(Path, 'Folder of a corpus, or its metadata file.', **_EXISTS),
     out: option(Path, 'Folder of the cache; what still fits of an older cache there is kept.'),
-    dvae: option(Path | None, 'Run or cache whose DVAE and tokenizer to use; default: train both.') = None,
+    dvae: option(Path | None, 'Run or cache whose DVAE and tokenizer to use; default: train both.',
+                 **_FOLDER) = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --dvae, else tiny.') = None,
     config: _Settings = None,
     language: option(str, 'Language of rows without one.') = 'en',
@@ -120,10 +123,10 @@ def _part(shard: str) -> tuple[int, int]:
 # %% ../../nbs/app/cli_data.ipynb #08a825e1
 @_data('merge', example='part1 part2 --out cache/mine')
 def _merge(
-    parts: argument(list[Path], 'Folders made by prepare --shard.'),
+    parts: argument(list[Path], 'Folders made by prepare --shard.', **_FOLDER),
     out: option(Path, 'Folder of the cache; an older cache there is replaced.'),
 ):
-    "Join the parts made by `prepare --shard`; a sample of each is encoded again, and differences are named."
+    "Join the parts made by `prepare --shard`; encodes a sample of each again, and reports differences."
     start()
     from xtts_nb.data.merge import merge_caches
     from xtts_nb.data.corpora import report_text
@@ -134,9 +137,9 @@ def _merge(
 
 @_data('verify', example='cache/mine --fix')
 def _verify(
-    cache: argument(Path, 'Folder of a cache.'),
+    cache: argument(Path, 'Folder of a cache.', **_FOLDER),
     fix: option(bool, 'Make damaged files again from the corpus.', '--fix') = False,
-    source: option(Path | None, 'The corpus, if it was moved.') = None,
+    source: option(Path | None, 'The corpus, if it was moved.', **_EXISTS) = None,
 ):
     "Check every byte of a cache; exit code 1 if a fault was found and not repaired."
     start()
@@ -149,39 +152,3 @@ def _verify(
              for p in result['problems']]
     lines += [f'{name:8}{result[name]}' for name in ('checked', 'bad', 'fixed', 'failed')]
     return result, '\n'.join(lines), 1 if result['bad'] > result['fixed'] else 0
-
-# %% ../../nbs/app/cli_data.ipynb #a9ef203d
-def _data_speed(
-    corpus: Path,
-    clips: int,       # distinct ones in memory, at least
-    rounds: int,
-    tell,             # of `progress`
-    others=None,      # of `_bench_loaders`
-) -> dict:            # of `_bench_loaders`, and the corpus in words
-    "Measure the data pipelines on a corpus, at the sizes of the released model."
-    from xtts_nb.config import DataConfig
-    from xtts_nb.models.dvae import load_dvae
-    from xtts_nb.app.bench_data import _bench_loaders
-    from xtts_nb.train.caches import _temporary_cache
-    sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
-    with _temporary_cache(corpus, tell, sizes) as cache:
-        dvae = load_dvae(cache.folder / 'dvae.safetensors', cache.config)
-        result = _bench_loaders(cache, dvae, clips, rounds, others=others, progress=partial(tell, 'measure'))
-        seconds = [c['seconds'] for c in cache.clips]
-    about = (f'{len(seconds)} clips of {min(seconds):.1f} to {max(seconds):.1f} s, '
-             f'laid out as {clips:,} or more, batch 16, references of {sizes["reference_frames"]} frames')
-    return result | {'corpus': about}
-
-@command('data', group=_bench_app, example='--data recordings')
-def _bench_data(
-    data: option(Path, 'Folder with metadata.csv and wavs/.'),
-    clips: option(int, 'Least number of distinct clips in memory.', min=1) = 10_000,
-    rounds: _Rounds = 7,
-    record: _Record = False,
-):
-    "Clips per second of each pipeline, and the step rate of an emulated accelerator that it keeps busy."
-    start()
-    from xtts_nb.app.bench_data import _compared_text
-    with progress() as tell: result = _data_speed(data, clips, rounds, tell)
-    if record: _write_record('data', **result)
-    return result, f'{table(result["corpus"], result["rows"])}\n{_compared_text(result)}'

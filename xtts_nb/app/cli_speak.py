@@ -15,13 +15,13 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, _bench_app, command, _convert_app, given, option, _Preset, progress,
-    _Record, _Rounds, start, table, to_stderr, _write_record)
+    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _MODEL, option, progress, _Record, start,
+    to_stderr, _write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
 _speech = partial(command, panel='Speak')
 
-Model = option(Path, 'Folder of a model or of a run.', '--model')
+Model = option(Path, 'Folder of a model or of a run.', '--model', **_MODEL)
 _Voices = option(Path, 'Folder of saved voices.')
 _DecoderPrecision = option(str | None, 'Precision of HiFi-GAN: float32, or bfloat16 where the CPU has it.')
 _Weights = option(str | None, 'Weights of the GPT in speech: float, or int8, which a CPU reads faster.')
@@ -35,6 +35,12 @@ def _text_of(text: str | None, file: Path | None) -> str:
     try: return (sys.stdin.buffer.read() if str(file) == '-' else file.read_bytes()).decode('utf-8-sig')
     except UnicodeDecodeError: raise UserError(f'{file}: is not UTF-8 text; save it as UTF-8.') from None
     except OSError as e: raise UserError(f'{file}: cannot be read ({e.strerror}); give a file.') from None
+
+def _speech_settings(model: Path, **options) -> dict:
+    "The settings of speech that were given, checked together with those of the model."
+    from xtts_nb.config import XTTSConfig
+    XTTSConfig.load(model / 'config.yaml').replace('options', speech=given(**options))
+    return given(**options)
 
 def _spoken(out: Path, seconds: float, speaker, report: list[dict]) -> tuple[dict, str]:
     "The result of `say`, and its text."
@@ -65,19 +71,21 @@ def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool)
     return result, None
 
 # %% ../../nbs/app/cli_speak.ipynb #5d65bdf9
-@_speech('say', example="'Hello there.' --model runs/mine --voice me.wav")
+@_speech('say', example="'Hello there.' --model runs/mine --voice me.wav", groups={
+    'Speech': 'temperature top_k top_p repetition_penalty speed seed decoder_precision weights',
+    'Faults': 'retries check_words', 'Output': 'out stream pcm'})
 def _say(
     model: Model,
     voice: option(list[Path], 'Recordings of the voice, or the file or name of a saved one.'),
-    voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.') = None,
+    voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.', **_FOLDER) = None,
     text: argument(str | None, 'Text to speak, of any length.') = None,
     text_file: option(Path | None, 'File with the text, in UTF-8; - reads stdin.') = None,
     language: option(str, 'Language of the text; auto detects it for each sentence.') = 'en',
     out: option(Path | None, 'WAV file to write; default: say.wav.') = None,
-    temperature: option(float | None, '0 takes the most probable code; more varies more.') = None,
-    top_k: option(int | None, 'Most codes to sample from.') = None,
-    top_p: option(float | None, 'Least total probability of these codes.') = None,
-    repetition_penalty: option(float | None, 'Penalty for codes generated before; 1 is none.') = None,
+    temperature: option(float | None, '0 takes the most probable code; higher values vary more.') = None,
+    top_k: option(int | None, 'Sample from at most this many of the most probable codes.') = None,
+    top_p: option(float | None, 'Sample from the most probable codes up to this total probability.') = None,
+    repetition_penalty: option(float | None, 'Penalty for codes generated before; 1: no penalty.') = None,
     speed: option(float | None, '2 is twice as fast, at the same pitch.') = None,
     decoder_precision: _DecoderPrecision = None,
     weights: _Weights = None,
@@ -92,18 +100,20 @@ def _say(
     """Speak a text in a voice; settings that are not given come from the config.yaml of the model.
 
     The file is written as it is spoken. If the command is killed, give it again: it continues."""
-    settings = given(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
-                     speed=speed, decoder_precision=decoder_precision, weights=weights)
+    settings = _speech_settings(model, temperature=temperature, top_k=top_k, top_p=top_p,
+                                repetition_penalty=repetition_penalty, speed=speed,
+                                decoder_precision=decoder_precision, weights=weights)
     from xtts_nb.files import _check_writable
+    from xtts_nb.speech.voices import find_voice, _voice_files
     text = _text_of(text, text_file)
     if stream or pcm: _check_stream(out, check_words)
     else: _check_writable(out := out or Path('say.wav'))
+    _voice_files(voice, voices)   # fails before TensorFlow is loaded
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
     from xtts_nb.speech.guard import GuardedSpeaker, run_rates
     from xtts_nb.speech.stream import _check_replaceable, speak_file
-    from xtts_nb.speech.voices import find_voice
     if not (stream or pcm): _check_replaceable(out)
     with progress() as tell:
         tell('load the model', 0, 1)
@@ -135,17 +145,18 @@ def _voice_text(row: dict) -> str:
          example='anna anna1.wav anna2.wav --model runs/mine --voices voices')
 def _voices_add(
     name: _Name,
-    files: argument(list[Path], 'Recordings of the voice, together up to the limit of the model.'),
+    files: argument(list[Path], 'Recordings of the voice, together up to the limit of the model.',
+                    **_EXISTS),
     model: Model,
     voices: _Voices,
     force: _Force = False,
 ):
     "Make a voice from recordings, for one model, and save it."
+    from xtts_nb.speech.voices import add_voice, voice_path
+    voice_path(voices, name, exists=None if force else False)   # refuses a bad name at once
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
-    from xtts_nb.speech.voices import add_voice, voice_path
-    voice_path(voices, name, exists=None if force else False)   # refuses a bad name at once
     with progress() as tell:
         tell('load the model', 0, 1)
         speaker = Speaker(XTTS.load(model))
@@ -157,7 +168,7 @@ def _voices_add(
 @command('import', group=_voices_app,
          example='speakers_xtts.pth --model models/xtts --voices voices')
 def _voices_import(
-    file: argument(Path, 'speakers_xtts.pth of the released model.'),
+    file: argument(Path, 'speakers_xtts.pth of the released model.', **_EXISTS),
     model: Model,
     voices: _Voices,
     force: _Force = False,
@@ -218,17 +229,18 @@ def _convert_to_savedmodel(
     out: argument(Path, 'New folder for the SavedModel.'),
     folder: Model,
     voice: option(list[Path] | None, 'Recording or saved voice to add to it; may be repeated.') = None,
-    voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.') = None,
+    voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.', **_FOLDER) = None,
     temperature: option(float | None, 'Temperature of sampling; default: from config.yaml.', min=0) = None,
 ):
     "Write a TensorFlow SavedModel of text ids and a voice to samples, with tokenizer, voices and README."
+    settings = _speech_settings(folder, temperature=temperature)
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.export import export_speaker
     from xtts_nb.speech.generate import Speaker
     with progress() as tell:
         tell('load the model', 0, 1)
-        speaker = Speaker(XTTS.load(folder), **given(temperature=temperature))
+        speaker = Speaker(XTTS.load(folder), **settings)
         tell('write the graph', 0, 1)
         result = export_speaker(speaker, out, voice or (), voices)
     names = ', '.join(result['voices']) or 'none'
@@ -289,10 +301,10 @@ def _fixed(xtts, languages: str, folder: Path, each: int):
 
 @_speech('evaluate', example='cache/mine --model runs/mine --report report')
 def _evaluate(
-    data: argument(Path, 'A cache, or the folder of a corpus.'),
+    data: argument(Path, 'A cache, or the folder of a corpus.', **_EXISTS),
     model: Model,
-    clips: option(int, 'Clips to speak: held-out ones of the run, where it has some; with --sentences of '
-                       'each language.', min=1) = 16,
+    clips: option(int, 'Number of clips to speak: held-out ones of the run, if it has some; with '
+                       '--sentences, for each language.', min=1) = 16,
     sentences: option(str | None, 'Speak fixed sentences of these languages (de,fa or all) in the voices of '
                                   'DATA instead.') = None,
     report: option(Path | None, 'Folder for a page with players.') = None,
@@ -335,13 +347,16 @@ def _aliases(given: list[str]) -> dict[str, str]:
             raise UserError(f'--voice-alias {alias}: write NAME=VOICE, such as alloy=anna.')
     return dict(alias.split('=', 1) for alias in given)
 
-@_speech('serve', example='--model runs/mine --voices voices --port 8000')
+@_speech('serve', example='--model runs/mine --voices voices --port 8000', groups={
+    'Network': 'port host key cors allow_host private_lists',
+    'Load': 'rows queue wait max_characters grace', 'Speech': 'language decoder_precision weights'})
 def _serve(
     model: Model,
-    voices: option(Path, 'Folder of saved voices; it may change while the service runs.'),
+    voices: option(Path, 'Folder of saved voices; it may change while the service runs.', **_FOLDER),
     port: option(int, 'Port; 0: a free one.', min=0, max=65535) = 8000,
     host: option(str, 'Address to listen on; 0.0.0.0: all addresses of this machine.') = '127.0.0.1',
-    key: option(str | None, 'Key that clients must send; none: any.', envvar='XTTS_NB_KEY') = None,
+    key: option(str | None, 'Key that clients must send; default: none is required.',
+                envvar='XTTS_NB_KEY') = None,
     language: option(str | None, 'Language of requests that name none; auto detects it. Default: en, else '
                                  'the first of the model.') = None,
     rows: option(int, 'Texts that are spoken at once.', min=1) = 8,
@@ -354,11 +369,13 @@ def _serve(
     voice_alias: option(list[str], 'Another name of a voice, NAME=VOICE; may be repeated.') = (),
     cors: option(list[str], 'Web site whose pages may speak here, http://HOST:PORT; may be repeated.') = (),
     allow_host: option(list[str], 'Name of this service for clients without a key; may be repeated.') = (),
-    private_lists: option(bool, 'Ask for the key for the lists of voices and models too.',
+    private_lists: option(bool, 'Require the key for the lists of voices and models too.',
                           '--private-lists') = False,
 ):
     "Speak for other programs over HTTP, as OpenAI's /v1/audio/speech; / is a page to type and listen."
     key = os.environ.get('XTTS_NB_KEY') if key is None else key   # typer takes an empty one for none
+    settings, aliases = _speech_settings(model, decoder_precision=decoder_precision,
+                                         weights=weights), _aliases(voice_alias)
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
@@ -367,11 +384,9 @@ def _serve(
     from xtts_nb.speech.stream import Engine
     from xtts_nb.speech.voices import load_voice, voice_model
     _refuse_empty(key)
-    aliases = _aliases(voice_alias)
     _check_port(host, port)
     with progress() as tell:
         tell('load the model', 0, 1)
-        settings = given(decoder_precision=decoder_precision, weights=weights)
         speaker = Speaker(XTTS.load(model), rates=run_rates(model), **settings)
         load = partial(load_voice, xtts=speaker.xtts, model=voice_model(speaker.xtts))
         folder = VoiceFolder(voices, load, to_stderr)
@@ -388,65 +403,3 @@ def _serve(
     requests = dict(sorted(service.metrics.statuses().items()))
     return {'requests': requests}, f'Requests by status: {requests}'
 
-
-# %% ../../nbs/app/cli_speak.ipynb #5a7b0c12
-_SAY_CODES = 64   # of each text, 3 s of sound
-
-@command('say', group=_bench_app, example='--rounds 3')
-def _bench_say(
-    preset: _Preset = 'tiny',
-    rounds: _Rounds = 5,
-    record: _Record = False,
-):
-    """Codes per second of speaking, sound included, with random weights and 64 codes for each text.
-
-    naive: the whole prefix for each code; left out for xtts_v2, where it takes minutes
-    float32: a cache of keys and values in one compiled loop
-    bfloat16: the same, with GPT and decoder in bfloat16
-    int8: the same, with int8 weights in the GPT and the decoder in bfloat16
-    batch8: as float32, with eight texts at once
-    batch8_int8: as int8, with eight texts at once
-    stream: as float32, in chunks, each turned into sound at once; 320 codes
-
-    tokens_per_s: codes of all texts per second; real time is 21.5
-    rtf: seconds of computing per second of sound
-    first_sound_ms: from the call to the sound of the first text, or to its first piece
-    ratio: tokens_per_s relative to the first row
-
-    xtts_v2 holds two GPTs of 1.6 GB each, and compiles for minutes first."""
-    from xtts_nb.config import XTTSConfig
-    config = XTTSConfig.preset(preset)
-    start()
-    from xtts_nb.app.bench_say import _say_speed
-    with progress() as tell:
-        tell('measure', 0, 1, 'compiling')
-        rows, more = _say_speed(config, _SAY_CODES, rounds, progress=partial(tell, 'measure'))
-    gpt = config.model.gpt
-    about = {'model': f'{preset}, GPT {gpt.num_layers} x {gpt.hidden_dim}, {_SAY_CODES} codes for each text',
-             **more}
-    if record and preset == 'xtts_v2': _write_record('say_full', rows, **about)
-    elif record: _write_record('say', rows, **about)
-    return {'rows': rows} | about, table(about['model'], rows)
-
-# %% ../../nbs/app/cli_speak.ipynb #5a7b0c21
-@command('service', group=_bench_app, example='--model runs/mine')
-def _bench_service(
-    model: option(Path | None, 'Folder of a model or of a run; default: a small one, random weights.') = None,
-    text: option(str | None, 'What each client asks for; default: a sentence with all letters.') = None,
-    waves: option(int, 'Rounds for each number of clients.', min=1) = 5,
-    record: _Record = False,
-):
-    """Time to first audio for 1, 8, 32 and 200 simultaneous clients, with 8 rows and a queue of 64.
-
-    first_p50_ms, first_p99_ms: from the connection to the first sound, of the clients that were admitted
-    admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
-    refused_p99_ms: until a client receives its rejection"""
-    start()
-    from xtts_nb.app.bench_service import _load_speaker, _LOAD_TEXT, _service_load
-    with progress() as tell:
-        tell('load the model', 0, 1)
-        speaker, what = _load_speaker(model)
-        tell('measure', 0, 1, 'compiling')
-        rows = _service_load(speaker, text or _LOAD_TEXT, rounds=waves, progress=partial(tell, 'measure'))
-    if record: _write_record('service', rows, model=what)
-    return {'rows': rows, 'model': what}, table(what, rows)

@@ -13,22 +13,22 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, _bench_app, command, _convert_app, _from_checkout, given, _load_settings,
-    option, _Preset, progress, _Record, _Rounds, _Settings, start, table,
-    to_stderr, Whisper, _with_file, _write_record)
+    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _load_settings, _MODEL, option,
+    _Preset, progress, _Settings, start, table, to_stderr, Whisper, _with_file)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
 _training = partial(command, panel='Train')
 _find_app = typer.Typer(no_args_is_help=True, help='Find a batch size or learning rate by trying values.')
 app.add_typer(_find_app, name='find', rich_help_panel='Train')
 
-_Base = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model')
+_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model', **_MODEL)
 _Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
 _AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache has it.')
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
 _Steps = option(int | None, 'Total number of updates.', min=1)
 _HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
-_Older = option(Path | None, 'Cache or corpus that the model knows already, to read some of it too.', '--mix')
+_Older = option(Path | None, 'Cache or corpus of older clips that the model knows, to train on some of them '
+                             'too.', '--mix', **_EXISTS)
 _OlderShare = option(float | None, 'Share of the updates that read these; default: 0.2.', min=0, max=0.9)
 _GPUPreset = option(str | None, 'Batch, precision and workers for a GPU: 4090, 3090, 3060, A100, '
                                  'H200.')
@@ -42,16 +42,19 @@ _DataMemory = option(int | None, 'Memory limit of the data GPU in MiB.', '--data
 _ModelMemory = option(int | None, 'Memory limit of the model GPU in MiB.', '--model-gpu-memory', min=1)
 _Buffer = option(
     int | None, 'Batches of a runtime cache on the model GPU, including the current one; default: 3.', min=1)
+_DEVICES = 'data_gpu model_gpu enable_memory_isolation data_gpu_memory model_gpu_memory buffer_size'
 
 # %% ../../nbs/app/cli_train.ipynb #c0720102
-@_training('tune', example='reading.mp3 --text reading.txt --out voice')
+@_training('tune', example='reading.mp3 --text reading.txt --out voice', groups={
+    'Corpus': 'text language transcribe', 'Training': 'model finetune preset config mix steps'})
 def _tune(
-    source: argument(Path, 'A recording, a folder of recordings, or a corpus.'),
+    source: argument(Path, 'A recording, a folder of recordings, or a corpus.', **_EXISTS),
     out: option(Path, 'Folder for all results; the same command continues there.'),
-    text: option(Path | None, 'What is read; default: a file of the same name next to each one.') = None,
+    text: option(Path | None, 'Text of the recordings; default: a file of the same name next to each.',
+                 **_EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
-    base: _Base = None,
+    model: _StartModel = None,
     finetune: _Kind = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --model, else tiny.') = None,
     config: _Settings = None,
@@ -68,7 +71,7 @@ def _tune(
         from xtts_nb.files import read_json
     language = language or (None if transcribe else 'en')
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
-    plan = partial(_plan_tuning, source, out, text, language, base, tuple(skip or ()),
+    plan = partial(_plan_tuning, source, out, text, language, model, tuple(skip or ()),
                    words(preset=preset, config=config),
                    words(config=config, finetune=finetune, steps=steps), mix, _judged_words(config),
                    words(transcribe=transcribe))
@@ -138,8 +141,8 @@ def _ends(validated: dict) -> str:
 
 def _gpus(options: dict) -> dict:
     "The options of a command that assign GPUs, as `start` takes them."
-    names = 'data_gpu', 'model_gpu', 'isolate', 'data_memory', 'model_memory'
-    return given(**{name: options[name] for name in names})
+    from xtts_nb.settings import _DEVICE_OPTIONS
+    return given(**{name: options[name] for name in _DEVICE_OPTIONS})
 
 def _note(line: dict) -> str:
     "The latest log line, for the progress bar."
@@ -148,12 +151,16 @@ def _note(line: dict) -> str:
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210
-@_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine')
+@_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine', groups={
+    'Data': 'data val val_data preprocessing_mode', 'Fine-tuning': 'model finetune mix mix_share',
+    'Training': 'steps epochs batch_size grad_accum lr fit_memory gpu_preset optimization_level',
+    'Input pipeline': 'num_workers prefetch_buffer_size enable_static_shapes prefetch_to_gpu',
+    'Devices': _DEVICES})
 def _train(
     ctx: typer.Context,
-    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.') = None,
+    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.', **_EXISTS) = None,
     run: _RunFolder = None,
-    base: _Base = None,
+    model: _StartModel = None,
     finetune: _Kind = None,
     fit_memory: option(bool, 'First find out how many rows fit at once.', '--fit-memory') = False,
     preset: _AsMade = None,
@@ -167,11 +174,11 @@ def _train(
     val: _HeldOut = 0.,
     data_gpu: _DataGPU = None,
     model_gpu: _ModelGPU = None,
-    isolate: _Isolate = False,
-    data_memory: _DataMemory = None,
-    model_memory: _ModelMemory = None,
+    enable_memory_isolation: _Isolate = False,
+    data_gpu_memory: _DataMemory = None,
+    model_gpu_memory: _ModelMemory = None,
     buffer_size: _Buffer = None,
-    val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.') = None,
+    val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.', **_EXISTS) = None,
     mix: _Older = None,
     mix_share: _OlderShare = None,
     batch_size: option(int | None, 'Clips of an update.', min=1) = None,
@@ -193,7 +200,7 @@ def _train(
         setup_tf()   # TensorFlow starts without its messages
         from xtts_nb.train.begin import begin
         trainer = begin(**_wanted(ctx.params), val=val, val_data=val_data, mix=mix, mix_share=mix_share,
-                        gpus=_gpus(ctx.params), ring=buffer_size, fit_memory=fit_memory, tell=tell)
+                        buffer_size=buffer_size, fit_memory=fit_memory, tell=tell, **_gpus(ctx.params))
         result, text = _fit(trainer, 'train', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
@@ -205,7 +212,7 @@ def _keys(config: Path | None) -> dict | None:
 def _wanted(options: dict) -> dict:
     "What `train` is asked for, as `settings_for` takes it."
     from xtts_nb.settings import _OPTIONS, parse_assignments
-    named = 'data', 'run', 'base', 'preset', 'gpu_preset', 'optimization_level', *_OPTIONS
+    named = 'data', 'run', 'model', 'preset', 'gpu_preset', 'optimization_level', *_OPTIONS
     keys = parse_assignments(options['set_'] or ())
     wanted = {name: options[name] for name in named} | keys
     return wanted | {'config': _keys(options['config']), 'say': to_stderr}
@@ -213,7 +220,8 @@ def _wanted(options: dict) -> dict:
 # %% ../../nbs/app/cli_train.ipynb #dd2c5fa6
 @_training('train-dvae', example='recordings --run runs/dvae')
 def _train_dvae(
-    corpus: argument(Path | None, 'Folder of a corpus, or its metadata file; not needed to resume.') = None,
+    corpus: argument(Path | None, 'Folder of a corpus, or its metadata file; not needed to resume.',
+                     **_EXISTS) = None,
     run: _RunFolder = None,
     preset: option(str | None, 'tiny or xtts_v2; default: tiny, or the settings of the run.') = None,
     config: _Settings = None,
@@ -242,13 +250,14 @@ def _train_dvae(
 # %% ../../nbs/app/cli_train.ipynb #67c31047
 @_training('train-decoder', example='--model runs/mine --run runs/decoder')
 def _train_decoder(
-    model: option(Path | None, 'Folder of a trained model; not needed to resume.') = None,
-    data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.') = None,
+    model: option(Path | None, 'Folder of a trained model; not needed to resume.', **_MODEL) = None,
+    data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.',
+                 **_FOLDER) = None,
     run: _RunFolder = None,
     config: _Settings = None,
     steps: _Steps = None,
     val: _HeldOut = 0.,
-    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.') = None,
+    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.', **_EXISTS) = None,
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
     start()
@@ -280,15 +289,15 @@ def _decoder_settings(folder: Path, config: Path | None, known: bool):
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
 def _check_cache(cache, data: Path):
-    "Raise `UserError` for a corpus: the searches read a cache."
+    "Raise `UserError` for anything but a cache, such as a corpus."
     from xtts_nb.config import UserError
     if not cache:
-        raise UserError(f'{data}: is a corpus; prepare it first with xtts-nb prepare {data} --out CACHE.')
+        raise UserError(f'{data}: is not a cache; make one with xtts-nb prepare CORPUS --out CACHE.')
 
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
-    data: option(Path, 'Cache to train on.'),
-    base: _Base = None,
+    data: option(Path, 'Cache to train on.', **_EXISTS),
+    model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
     config: _Settings = None,
@@ -297,12 +306,12 @@ def _find_batch_size(
     "Find how many rows fit into memory at once: tries updates of the largest bucket in child processes."
     start()
     from xtts_nb.train.begin import _fit_batch, largest_batch, settings_for
-    request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,
+    request = settings_for(data, model=model, preset=preset, config=_keys(config), finetune=finetune,
                            say=to_stderr)
     _check_cache(request.cache, data)
     settings = request.settings.config
     with progress() as tell:
-        found, tried = _fit_batch(settings, largest_batch(request.cache, settings, base),
+        found, tried = _fit_batch(settings, largest_batch(request.cache, settings, model),
                                  memory and int(memory * 1e9), to_stderr, tell)
     keys = found.training.gpt.model_dump(include={'grad_accum_steps', 'gradient_checkpointing'})
     return {'training': {'gpt': keys}, 'tried': tried}, table(f'In the section training.gpt: {keys}', tried)
@@ -310,8 +319,8 @@ def _find_batch_size(
 # %% ../../nbs/app/cli_train.ipynb #53bc1d5f
 @command('learning-rate', group=_find_app, example='--data cache/mine')
 def _find_learning_rate(
-    data: option(Path, 'Cache to train on.'),
-    base: _Base = None,
+    data: option(Path, 'Cache to train on.', **_EXISTS),
+    model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
     config: _Settings = None,
@@ -327,13 +336,13 @@ def _find_learning_rate(
     from xtts_nb.train.learning_rate import _check_rates, find_learning_rate, plot_learning_rate
     from xtts_nb.train.runs import new_run
     _check_rates(out)
-    request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,
+    request = settings_for(data, model=model, preset=preset, config=_keys(config), finetune=finetune,
                            say=to_stderr)
     _check_cache(request.cache, data)
     cache, settings = request.cache, request.settings.config
     cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
-        trainer = new_run(cache, settings, Path(folder) / 'run', base=base)
+        trainer = new_run(cache, settings, Path(folder) / 'run', base=model)
         found = find_learning_rate(trainer, low, high, steps, partial(tell, 'raise the rate'))
     plot_learning_rate(found, out)
     suggestion, lowest = found['suggestion'], found['lowest']
@@ -381,7 +390,7 @@ def _config_show(ctx: typer.Context):
 @command('to-model', group=_convert_app, example='models/mine --model runs/mine')
 def _convert_to_model(
     out: argument(Path, 'A new folder for the model.'),
-    run: option(Path, 'Folder of a run.', '--model'),
+    run: option(Path, 'Folder of a run.', '--model', **_MODEL),
     best: option(bool, 'Model of the best validation instead of the newest.', '--best') = False,
     bfloat16: option(bool, 'Store bfloat16, half the size.', '--bfloat16') = False,
 ):
@@ -390,121 +399,3 @@ def _convert_to_model(
     from xtts_nb.train.runs import export_run
     result = export_run(run, out, best, 'bfloat16' if bfloat16 else 'float32')
     return result, f'{out}: {result["bytes"] / 1e6:,.1f} MB'
-
-# %% ../../nbs/app/cli_train.ipynb #3c614ad3
-_Layers = option(int, 'Layers of the GPT.', min=1)
-_Width = option(int, 'Width of the GPT; a multiple of 32 and of --heads.', min=64)
-_Heads = option(int, 'Attention heads of the GPT.', min=1)
-_Rows = option(int, 'Clips of a batch.', min=1)
-
-def _sized(layers: int, width: int, heads: int, batch_size: int):
-    "The settings of XTTS-v2 with another size of the GPT and of the batch."
-    from xtts_nb.config import XTTSConfig
-    sizes = {'num_layers': layers, 'hidden_dim': width, 'num_heads': heads}
-    return XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
-
-@command('train', group=_bench_app, example='--layers 8 --width 512')
-def _bench_train(
-    layers: _Layers = 8, width: _Width = 512, heads: _Heads = 8, batch_size: _Rows = 4,
-    text_tokens: option(int, 'Text tokens of each clip.', min=1, max=400) = 120,
-    codes: option(int, 'Audio codes of each clip.', min=1, max=603) = 220,
-    rounds: _Rounds = 7,
-    record: _Record = False,
-):
-    "Milliseconds of a training step in each mode, its MFU, its AU in the loop and its first call."
-    config = _sized(layers, width, heads, batch_size)
-    start()
-    from xtts_nb.app.speed import step_speed
-    with progress() as tell:
-        tell('measure', 0, 1, 'compiling')
-        rows = step_speed(config, text_tokens, codes, rounds, progress=partial(tell, 'measure'))
-    about = (f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, '
-             'no dropout')
-    if record: _write_record('step_speed', rows, model=about)
-    return {'rows': rows, 'model': about}, table(about, rows)
-
-# %% ../../nbs/app/cli_train.ipynb #c0f1c001
-@command('config', group=_bench_app, example='--rounds 3')
-def _bench_config(
-    width: option(int, 'Width of the tiny model; a multiple of 64.', min=64) = 192,
-    batch_size: _Rows = 4,
-    text_tokens: option(int, 'Text tokens of each clip.', min=1, max=200) = 40,
-    codes: option(int, 'Audio codes of each clip.', min=1, max=256) = 60,
-    updates: option(int, 'Updates timed in each round.', min=1) = 10,
-    rounds: _Rounds = 5,
-    record: _Record = False,
-):
-    "Time to the first update, by default and with setup_tf; a step on 64 threads and on one per core."
-    from xtts_nb.config import XTTSConfig
-    config = XTTSConfig.tiny(width).replace(data={'batch_size': batch_size})
-    start()
-    from xtts_nb.app.bench_config import bench_config
-    with progress() as tell:
-        tell('measure', 0, 1, 'starting processes')
-        measured = bench_config(config, text_tokens, codes, rounds, updates, partial(tell, 'measure'))
-    model = f'tiny GPT, width {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes'
-    about = {'model': model, 'kernels_mb': measured['kernels']}
-    rows, steps = measured['rows'], measured['steps']
-    if record: _write_record('config', rows, steps=steps, **about)
-    text = '\n\n'.join([table(model, rows), table('Updates after the start', steps)])
-    return {'rows': rows, 'steps': steps} | about, text
-
-# %% ../../nbs/app/cli_train.ipynb #20aa1002
-@command('model', group=_bench_app, example='--batches 12')
-def _bench_model(
-    batches: option(int, 'Batches of the sequence, nearly each of another shape.', min=2) = 12,
-    batch_size: _Rows = 16,
-    rounds: _Rounds = 5,
-    record: _Record = False,
-):
-    "Milliseconds of masks and losses row by row and at once, and of a forward pass at changing shapes."
-    start()
-    measure = _from_checkout('model', 'bench model').model_speed
-    with progress() as tell: rows = measure(batches, batch_size, rounds, tell)
-    about = f'GPT 1 x 64, {batches} batches of {batch_size} random clips as long as those of LJSpeech'
-    if record: _write_record('model', rows, model=about, batches=batches)
-    return {'rows': rows, 'model': about}, f'{table(about, rows[:3])}\n{table("", rows[3:])}'
-
-# %% ../../nbs/app/cli_train.ipynb #9cc53690
-@command('dual', group=_bench_app, example='--data cache/runtime')
-def _bench_dual(
-    ctx: typer.Context,
-    data: option(Path | None, 'A runtime cache, to measure its real stages.') = None,
-    steps: option(int, 'Batches of each measurement.', min=3) = 60,
-    rounds: _Rounds = 3,
-    data_gpu: _DataGPU = None,
-    model_gpu: _ModelGPU = None,
-    isolate: _Isolate = False,
-    data_memory: _DataMemory = None,
-    model_memory: _ModelMemory = None,
-    buffer_size: _Buffer = None,
-    record: _Record = False,
-):
-    "Batches per second with sequential and overlapped stages, against the rate of the slowest stage."
-    from xtts_nb.config import UserError
-    from xtts_nb.train.dual import _bench_feed, pipeline_table, _RING
-    gpus, ring = _gpus(ctx.params), buffer_size or _RING
-    if gpus and not data:
-        raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
-                        'or no GPUs.')
-    emulated = None
-    try: emulated = _from_checkout('dual', 'bench dual without --data CACHE')
-    except UserError:
-        if not data: raise
-    chosen = emulated and [round(1e3 * t) for t in emulated.STAGE_SECONDS.values()]
-    about = {'stages_ms': chosen, 'steps': steps, 'rounds': rounds}
-    trainer, about['devices'] = _dual_trainer(data, gpus, ring) if data else (None, None)
-    with progress() as tell:
-        asleep = dict(ring=ring, rounds=rounds, progress=partial(tell, 'emulated stages'))
-        rows = emulated.bench_stages(steps, **asleep) if emulated else []
-    if trainer: rows += _bench_feed(trainer, steps, rounds)
-    if record: _write_record('dual', rows, **about)
-    return {'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows))
-
-def _dual_trainer(data: Path, gpus: dict, ring: int):
-    "A trainer on two devices, and the line that names them."
-    devices = start(two=True, **gpus)
-    from xtts_nb.data.cache import Cache
-    from xtts_nb.train.dual import dual_trainer
-    cache = Cache(data)
-    return dual_trainer(cache, cache.config, devices, ring=ring), devices.line

@@ -11,6 +11,7 @@ import codecs
 import inspect
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -18,9 +19,10 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from copy import copy
 from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -41,14 +43,28 @@ def argument(kind, text: str, **settings):
     "The annotation of an argument, with its help."
     return Annotated[kind, typer.Argument(help=text, **settings)]
 
+def _checked(name: str) -> dict:
+    "Settings of an option whose paths a function of `files` checks, before TensorFlow is loaded."
+    def check(param: typer.CallbackParam, value):
+        from xtts_nb import files
+        from xtts_nb.config import UserError
+        flag = f'{param.opts[0]} ' if param.param_type_name == 'option' else ''
+        for path in value if isinstance(value, (list, tuple)) else [value]:
+            try: path is None or getattr(files, name)(path)
+            except UserError as e: raise UserError(f'{flag}{e}') from None
+        return value
+    return {'callback': check}
+
+_EXISTS, _FOLDER, _MODEL = map(_checked, ('check_exists', 'check_folder', 'check_model'))
+
 _Json = option(bool, 'Print one JSON object as the last line of stdout.', '--json')
 _Preset = option(str, 'Sizes of the model: tiny, or xtts_v2 as released.')
 _Record = option(bool, 'Write the numbers into a new file in benchmarks/.', '--record')
 _Rounds = option(int, 'Times that each variant runs, if the budget allows it.', min=1)
 _Budget = option(float, 'Minutes; fewer rounds are run if they would take longer, but at least three.', min=0)
-_Settings = option(Path | None, 'YAML file of settings; they override the preset.')
-Whisper = option(str | None, 'Recordings without a text: a Whisper model that writes it, a folder or a name '
-                             'such as small, which faster-whisper fetches.', '--transcribe')
+_Settings = option(Path | None, 'YAML file of settings; they override the preset.', **_EXISTS)
+Whisper = option(str | None, 'Whisper model that writes the text of recordings without one: a folder, or a '
+                             'name such as small, which faster-whisper fetches.', '--transcribe')
 
 @app.callback()
 def _common(
@@ -143,19 +159,24 @@ def _code(arguments: list[str], debug: bool) -> int:
     try: code = app(arguments, standalone_mode=False, prog_name='xtts-nb')
     except UserError as e:
         if debug: raise
-        return _print_error(str(e), 2)
+        return _print_error(_with_flags(str(e)), 2)
     except OSError as e:
         if debug: raise
         return _print_error(f'{e.filename or "xtts-nb"}: {e.strerror or e}.', 2)
     except Exception as e:
         if debug or not hasattr(e, 'format_message'): raise
         message, place = e.format_message(), getattr(e, 'ctx', None)   # of a wrong option
+        message = re.sub('Input should be (.+), unable.+', r'give \1.', message)   # pydantic's words
         if not message: return 2   # the help was printed, as nothing was given
         command = place.command_path if place else 'xtts-nb'
         ending = '' if message.endswith(('.', '?')) else '.'
         return _print_error(f'{message}{ending} See {command} --help.', 2)
     if code == 130: raise KeyboardInterrupt   # how typer reports it
     return code if isinstance(code, int) else 0
+
+def _with_flags(message: str) -> str:
+    "A message of the library, whose `mix_share` is --mix-share on a command line."
+    return re.sub('`([a-z_]+)`', lambda name: f'--{name[1].replace("_", "-")}', message)
 
 def _print_error(message: str, code: int) -> int:
     "Print a sentence to stderr and return the exit code."
@@ -220,16 +241,25 @@ def _limited(name: str, rounds: int, minutes: float):
     to_stderr(f'bench {name}: {rounds} rounds, or fewer in about {minutes:g} minutes; --budget MINUTES.')
     return _time_budget(60 * minutes)
 
+def _under(heading: str, parameter: inspect.Parameter) -> inspect.Parameter:
+    "An option, shown below a heading of the help."
+    kind, settings = get_args(parameter.annotation)
+    (settings := copy(settings)).rich_help_panel = heading
+    return parameter.replace(annotation=Annotated[kind, settings])
+
 def command(
     name: str,
     panel: str | None = None,   # heading of its group in the help
     group: typer.Typer = app,
     example: str = '',          # what to type behind its name, for the help
+    groups: dict[str, str] = {},   # noqa: B006 -- heading in its help -> the options there, by name
     **settings,                 # of `typer.Typer.command`
 ):
     "Makes a command of a function that returns the result, its text and, unless 0, the exit code."
+    headings = {option: heading for heading, options in groups.items() for option in options.split()}
     def register(function):
-        own = inspect.signature(function).parameters
+        own = {n: _under(headings[n], p) if n in headings else p
+               for n, p in inspect.signature(function).parameters.items()}
         @wraps(function)
         def run(json_: bool, budget: float | None = None, **options):
             limit = nullcontext() if budget is None else _limited(name, options['rounds'], budget)

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..config import UserError, XTTSConfig
 from ..data.text import Tokenizer
-from ..files import atomic_file, check_folder, load_weights, named_weights, save_weights
+from ..files import atomic_file, check_model, load_weights, named_weights, save_weights
 from .dvae import DVAE
 from .gpt import GPT
 from .hifigan import HiFiGAN, _load_hifigan, SpeakerEncoder
@@ -55,9 +55,7 @@ class XTTS:
     ) -> 'XTTS':
         "The model in `folder`; raises `UserError` naming what is missing or does not fit."
         folder = Path(folder)
-        check_folder(folder)
-        if not (folder / 'config.yaml').is_file():
-            raise UserError(f'{folder}: holds no model (config.yaml is missing); train one there.')
+        check_model(folder)
         config, tokenizer = XTTSConfig.load(folder / 'config.yaml'), Tokenizer.load(folder / 'tokenizer.json')
         xtts = cls(config, tokenizer, parity=parity, dtype=dtype)
         load_weights(folder / 'model.safetensors', xtts.weights)

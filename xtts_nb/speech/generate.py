@@ -23,6 +23,7 @@ from ..config import AudioConfig, SpeechConfig, UserError
 from ..data.audio import griffin_lim, log_mel, open_audio, _read_samples, resample, speaker_log_mel
 from ..data.corpora import _SILENT
 from ..data.text import NothingToSay, pad_ids, _TEXT_STOP
+from ..files import check_recording
 from ..models.gpt import causal_mask, GPT, Int8GPT, shifted, _split_heads, TransformerBlock
 from ..models.hifigan import _in_precision, stretch
 from ..models.xtts import XTTS
@@ -290,10 +291,9 @@ def _read_reference(
     if isinstance(reference, np.ndarray):
         wav, name = reference, 'the reference'
         if wav.ndim == 1 and len(wav) and (start := _first_sound(wav)) and start >= most: wav = wav[start:]
-    elif Path(reference).is_dir():
-        raise UserError(f'{reference}: is a folder; name a recording of the voice in it.')
-    elif Path(reference).is_file(): wav = _recorded(reference, audio, seconds)
-    else: raise UserError(f'{reference}: there is no such recording; name a file of the voice.')
+    else:
+        check_recording(reference)
+        wav = _recorded(reference, audio, seconds)
     wav = wav[:most]
     if wav.ndim != 1 or not np.isfinite(wav).all():
         raise UserError(f'{name}: expected finite samples (N,), got shape {wav.shape}; '

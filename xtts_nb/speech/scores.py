@@ -114,7 +114,7 @@ def _word_errors(
 
 def _words_judge(whisper: str | None) -> Callable:   # a folder, or a name that faster-whisper fetches
     "Word and character errors of what a Whisper model hears."
-    if not whisper: raise UserError('no Whisper model was given; --transcribe small fetches one.')
+    if not whisper: raise UserError('No Whisper model was given; name one with `transcribe`, such as small.')
     hear = _load_whisper(whisper)
 
     def judge(spoken: _Sound, wanted: _Wanted):

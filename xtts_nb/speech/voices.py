@@ -19,7 +19,7 @@ import numpy as np
 import safetensors
 
 from ..config import UserError
-from ..files import fingerprint, inside, named_weights, save_weights
+from ..files import check_recording, fingerprint, inside, named_weights, save_weights
 
 class Voice(NamedTuple):
     "A voice as a model takes it, as arrays or tensors."
@@ -140,7 +140,7 @@ def voice_path(
     path = inside(folder, f'{name}.safetensors')
     if exists is None: _check_is_voice(path)
     if exists is False and path.exists():
-        raise UserError(f'{path}: the voice exists already; choose another name, or replace it by --force.')
+        raise UserError(f'{path}: the voice exists already; choose another name, or replace it with `force`.')
     if exists and not path.is_file():
         names = ', '.join(row['name'] for row in list_voices(folder)) or 'none'
         raise UserError(f'{folder}: has no voice "{name}" (it has: {names}); add it with xtts-nb voices add.')
@@ -240,15 +240,23 @@ def remove_voice(folder: str | Path, name: str):
     path.unlink()
 
 # %% ../../nbs/speech/voices.ipynb #7e1c0019
+def _voice_files(given: list, folder: str | Path | None = None) -> list:   # as of `find_voice`
+    "The recordings, or the one file of a voice; raises `UserError` if one is not there."
+    recorded = all(Path(g).suffix and Path(g).is_file() for g in given)   # no name in `folder`
+    if (recorded or not folder) and not any(Path(g).suffix == '.safetensors' for g in given):
+        for path in given: check_recording(path)
+        return given
+    if len(given) != 1:
+        raise UserError(f'{", ".join(map(str, given))}: several voices cannot speak one text; give one, '
+                        'or blend them with xtts-nb voices blend.')
+    return [voice_path(folder, str(given[0]), exists=True) if folder else given[0]]
+
 def find_voice(
     given: list,                        # recordings; or one file of a voice; or, with `folder`, one name
     xtts,                               # of `XTTS`
     folder: str | Path | None = None,   # of voices
 ):   # what `Speaker.listen` takes
     "What a user means by a voice; raises `UserError` if it is not there or does not fit the model."
-    recorded = all(Path(g).suffix and Path(g).is_file() for g in given)   # no name in `folder`
-    if (recorded or not folder) and not any(Path(g).suffix == '.safetensors' for g in given): return given
-    if len(given) != 1:
-        raise UserError(f'{", ".join(map(str, given))}: several voices cannot speak one text; give one, '
-                        'or blend them with xtts-nb voices blend.')
-    return load_voice(voice_path(folder, str(given[0]), exists=True) if folder else given[0], xtts)
+    files = _voice_files(given, folder)
+    saved = [path for path in files if Path(path).suffix == '.safetensors']
+    return load_voice(saved[0], xtts) if saved else files

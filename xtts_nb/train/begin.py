@@ -19,9 +19,9 @@ from ..data.native import BatchPlan
 from ..data.text import Tokenizer
 from ..devices import _DevicePlan, _in_cluster, setup_devices
 from ..files import check_folder
-from xtts_nb.settings import (
-    check_used, config_diff, flat, layers_of, nested, _RATE_KEYS, rates, _Resolved, resolve, _SMALL,
-    usual_rates)
+from ..settings import (
+    check_used, config_diff, _DEVICE_OPTIONS, flat, layers_of, nested, _RATE_KEYS, rates, _Resolved, resolve,
+    _SMALL, usual_rates)
 from .caches import _corpus_cache, _is_corpus, silent
 from .dual import _check_no_codes, Feed, _RING
 from .finetune import _new_rows
@@ -89,7 +89,7 @@ def _as_layer(config: str | Path | XTTSConfig | dict | None) -> dict:   # {name:
 def settings_for(
     data: str | Path | None = None,   # cache or corpus; not needed to resume
     run: str | Path | None = None,
-    base: str | Path | None = None,   # model to start from
+    model: str | Path | None = None,  # model to start from
     *,
     preset: str | None = None,        # tiny or xtts_v2; default: as the run or the cache has it, else tiny
     config: str | Path | XTTSConfig | dict | None = None,   # file, settings, or {key: value}
@@ -111,7 +111,8 @@ def settings_for(
     file = next(iter(config), None)
     layers = layers_of(gpu_preset, optimization_level, options)
     resolved = resolve(begun, origin, config | layers, file, say)
-    if not base and (base := facts.get('base')) and not (Path(base) / 'model.safetensors').is_file():
+    base = model or facts.get('base')
+    if not model and base and not (Path(base) / 'model.safetensors').is_file():
         raise UserError(f'{run}: began from the model in {base}, which is gone; put it back there.')
     resolved = _with_rates(resolved, base, origin, file, bool(facts), say)
     if cache: _check_prepared(cache, begun, resolved.config, layers['options'])
@@ -157,8 +158,8 @@ def _feed(cache: Cache, config: XTTSConfig, devices: _DevicePlan, on_device: boo
 def _without_codes(config: XTTSConfig) -> XTTSConfig:
     "Settings that leave the codes to a data GPU; raises `UserError` if they ask for prepared codes."
     if config.data.preprocessing_mode == 'precompute':
-        raise UserError('--data-gpu and related options: data.preprocessing_mode precompute leaves '
-                        'nothing to do for a data GPU; use auto or runtime, or leave the GPUs out.')
+        raise UserError('data.preprocessing_mode precompute leaves nothing to do for a data GPU; use auto or '
+                        'runtime, or leave `data_gpu` and related options out.')
     return config.replace(data={'preprocessing_mode': 'runtime'})
 
 # %% ../../nbs/train/begin.ipynb #6d3fe577
@@ -168,11 +169,11 @@ def _mix(mix, share: float | None, val: float, facts: dict, config, cache: Cache
     known = 'mix' in facts
     if not (mix or known):
         if share is None: return None
-        raise UserError('--mix-share: there are no older clips; name them with --mix.')
+        raise UserError('`mix_share`: there are no older clips; name them with `mix`.')
     if fed:
-        raise UserError('--mix: works on one device with prepared codes; leave --data-gpu and related '
+        raise UserError('`mix` works on one device with prepared codes; leave `data_gpu` and related '
                         'options out.')
-    if _in_cluster(): raise UserError('--mix: is for one machine; train on one, or leave it out.')
+    if _in_cluster(): raise UserError('`mix` is for one machine; train on one, or leave it out.')
     folder = _corpus_cache(mix, config, cache.folder, say, tell) if _is_corpus(mix) else mix
     old = open_cache(folder or facts['mix'], config, cache)
     if share is None: share = facts.get('mix_share')
@@ -239,11 +240,11 @@ def _in_memory(config, largest: tuple, fit: bool, devices: _DevicePlan, replicas
 def _check_fit(gpus: dict):
     "Raise `UserError` if `fit_memory` would try updates on another device than the one that trains."
     if gpus:
-        raise UserError('--fit-memory: tries updates on the first GPU with all its memory; leave --data-gpu '
-                        'and its like out, or find the sizes first: '
+        raise UserError('`fit_memory` tries updates on the first GPU with all its memory; leave `data_gpu` '
+                        'and related options out, or find the sizes first: '
                         'xtts-nb find batch-size --data CACHE --memory GB.')
     if _in_cluster():
-        raise UserError('--fit-memory: is for one device; find the sizes first with xtts-nb find batch-size.')
+        raise UserError('`fit_memory` is for one device; find the sizes first with xtts-nb find batch-size.')
 
 # %% ../../nbs/train/begin.ipynb #6fa77947
 def _known_run(run: str | Path | None, source, missing: str, fix: str) -> bool:
@@ -266,7 +267,7 @@ def _free_run(name: str = 'train') -> Path:
 def begin(
     data: str | Path | None = None,      # cache, or corpus to prepare first; not needed to resume
     run: str | Path | None = None,       # folder, resumed if it exists; default: a new one in the workspace
-    base: str | Path | None = None,      # model to start from
+    model: str | Path | None = None,     # model to start from
     *,
     preset: str | None = None,           # tiny or xtts_v2; default: the settings of the cache
     config: str | Path | XTTSConfig | dict | None = None,   # file, settings, or {key: value}
@@ -274,33 +275,32 @@ def begin(
     val_data: str | Path | None = None,  # cache or corpus to validate on instead
     mix: str | Path | None = None,       # cache or corpus of older clips to read as well
     mix_share: float | None = None,      # share of the updates that read these; default: 0.2
-    gpus: dict | None = None,            # such as {"data_gpu": 0, "model_gpu": 1}; default: all
-    ring: int | None = None,             # batches of a runtime cache on the model GPU; default: 3
+    buffer_size: int | None = None,      # batches of a runtime cache on the model GPU; default: 3
     fit_memory: bool = False,            # first find out how many rows fit at once
     say: Callable = partial(print, file=sys.stderr),   # receives each message
     tell: Callable = silent,             # receives progress: (stage, done, total, note)
-    **options,                           # settings by short name (`steps`, `lr`, ...) or key; presets
+    **options,   # settings by short name (`steps`, `lr`, ...) or key; presets; `data_gpu=0` and related ones
 ) -> Trainer:
     "Make a trainer of the GPT on a cache, or resume a run; raises `UserError` for requests that do not fit."
     run = run and Path(run)
     _known_run(run, data, 'train: neither a cache nor a run is given',
-              'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
+              'name a cache with `data`, made by xtts-nb prepare CORPUS --out CACHE')
     if val and val_data:
-        raise UserError('train: --val and --val-data both hold clips out; give one of them.')
-    gpus = gpus or {}
+        raise UserError('`val` and `val_data` both hold clips out; give one of them.')
+    gpus = {name: options.pop(name) for name in _DEVICE_OPTIONS if name in options}
     if fit_memory: _check_fit(gpus)
-    devices = _devices(gpus, one=bool(gpus or fit_memory or ring or mix), say=say)
+    devices = _devices(gpus, one=bool(gpus or fit_memory or buffer_size or mix), say=say)
     make, replicas = _maker(devices)   # first: a strategy is made before anything is computed
-    settings, facts, cache, base = settings_for(data, run, base, preset=preset, config=config, say=say,
+    settings, facts, cache, base = settings_for(data, run, model, preset=preset, config=config, say=say,
                                                 **options)
-    on_device, config = bool(gpus or ring), settings.config
+    on_device, config = bool(gpus or buffer_size), settings.config
     prepare = partial(_corpus_cache, say=say, tell=tell)
     if on_device and not cache: config = _without_codes(config)
     if not cache: cache = Cache(prepare(data, config, base), in_memory=False)
     cache.read(config.data.ram_budget)
     _check_made_for(cache, config)   # before the memory is checked: that needs a model that can be trained
     make, replicas = _one_or_all(make, replicas, config, cache, 'mix' in facts, say)
-    feed = _feed(cache, config, devices, on_device, ring, say)
+    feed = _feed(cache, config, devices, on_device, buffer_size, say)
     older = _mix(mix, mix_share, val, facts, config, cache, bool(feed), say, tell)
     largest = largest_batch(cache, config, base, older)
     config = _in_memory(config, largest, fit_memory, devices, replicas, say, tell)
@@ -309,8 +309,8 @@ def begin(
     held_out = facts['held_out'] if facts else []
     if val and sorted(wanted := held_out_share(cache, val)) != sorted(held_out):
         if facts:
-            raise UserError(f'{run}: holds {len(held_out)} clips out since it began, --val {val} would hold '
-                            f'out {len(wanted)}; leave --val out, or begin a new run.')
+            raise UserError(f'{run}: holds {len(held_out)} clips out since it began, `val` {val} would hold '
+                            f'out {len(wanted)}; leave `val` out, or begin a new run.')
         held_out = wanted
     # an interval that nobody asks for follows the length of the training
     own = facts and settings.came_from['training.gpt.validate_every'] == str(run)

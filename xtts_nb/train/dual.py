@@ -303,8 +303,8 @@ def _check_no_codes(cache: Cache):
     "Raise `UserError` if a cache has its codes, so that a data GPU has nothing to compute."
     if 'codes' in cache.manifest['stored']:
         raise UserError(f'{cache.folder}: has its codes already, so there is nothing for a data GPU to do; '
-                        'prepare it with data.preprocessing_mode runtime, or leave --data-gpu and '
-                        '--model-gpu out.')
+                        'prepare it with data.preprocessing_mode runtime, or leave `data_gpu` and '
+                        '`model_gpu` out.')
 
 class Feed:
     "Batches of a runtime cache, computed on one device for another: (plan, first, last) -> batches."
@@ -359,7 +359,7 @@ def make(self: Feed, batch: dict) -> dict:
     except tf.errors.ResourceExhaustedError as e:
         clips = len(batch['wav'])
         raise UserError(f'{self.devices.data}: out of memory while it made a batch of {clips} clips; lower '
-                        'data.batch_size or data.max_seconds, or raise --data-gpu-memory.') from e
+                        'data.batch_size or data.max_seconds, or raise `data_gpu_memory`.') from e
     return self._note('data', made)
 
 @patch
@@ -369,7 +369,7 @@ def copy(self: Feed, batch: dict) -> dict:
         with tf.device(self.devices.model): return self._note('copy', self.transfer(batch))
     except tf.errors.ResourceExhaustedError as e:
         raise UserError(f'{self.devices.model}: out of memory for the next batch, in addition to the '
-                        f'{self.ring - 1} before it; lower --buffer-size or data.batch_size, set '
+                        f'{self.ring - 1} before it; lower `buffer_size` or data.batch_size, set '
                         'training.gpt.grad_accum_steps, or leave data.prefetch_to_gpu off.') from e
 
 @patch

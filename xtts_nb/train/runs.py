@@ -58,8 +58,8 @@ def held_out_share(
     shared = np.median([len(voices) for voices in read.values()]) >= _READ_BY
     if len(said) == 1 and not shared:
         raise UserError(f'All clips ({len(cache.clips)}) say the same sentence, and none would be left to '
-                        'train on if it were held out; add recordings of other sentences, or use xtts-nb '
-                        'train without --val.')
+                        'train on if it were held out; add recordings of other sentences, or leave '
+                        '`val` out.')
     sentences = sorted(read, key=fingerprint)
     if shared:   # it is learned from the others
         some = [min(read[text].values(), key=fingerprint) for text in sentences]
@@ -78,7 +78,7 @@ def _base_config(
     if base is None and settings.training.gpt.finetune == 'whole': return settings
     if base is None:
         kind = settings.training.gpt.finetune
-        raise UserError(f'training.gpt.finetune {kind} needs a model to begin from; name it with --model.')
+        raise UserError(f'training.gpt.finetune {kind} needs a model to begin from; name it with `model`.')
     check_folder(base)
     for name in ('config.yaml', 'tokenizer.json', 'model.safetensors'):
         if not (Path(base) / name).is_file():

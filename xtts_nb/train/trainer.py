@@ -73,7 +73,7 @@ def _load_checkpoint(
     with _open_weights(path) as file: known = {*file.keys()}
     if key := _changed_setting(variables.keys() - known, known):
         raise UserError(f'{path}: was saved with another {key}; give the value that the run began with, or '
-                        'begin a new run from its model, with --model RUN.')
+                        'begin a new run from its model, with `model`.')
     found = load_weights(path, variables)
     if 'facts' not in found:
         raise UserError(f'{path}: holds weights but no step to resume from; give a checkpoint of a run.')
