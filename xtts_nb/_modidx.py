@@ -1556,6 +1556,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'xtts_nb.monitor.diagnose._Round': ( 'monitor/diagnose.html#_round',
                                                                                'xtts_nb/monitor/diagnose.py'),
                                           'xtts_nb.monitor.diagnose._ask': ('monitor/diagnose.html#_ask', 'xtts_nb/monitor/diagnose.py'),
+                                          'xtts_nb.monitor.diagnose._at_most': ( 'monitor/diagnose.html#_at_most',
+                                                                                 'xtts_nb/monitor/diagnose.py'),
                                           'xtts_nb.monitor.diagnose._changed': ( 'monitor/diagnose.html#_changed',
                                                                                  'xtts_nb/monitor/diagnose.py'),
                                           'xtts_nb.monitor.diagnose._changed_structure': ( 'monitor/diagnose.html#_changed_structure',

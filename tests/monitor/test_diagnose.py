@@ -205,11 +205,13 @@ def test_a_fix_is_tried_on_what_earlier_ones_left():
 
 def test_a_diagnosis_in_text_and_json():
     m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
-    one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .444}, 'Map', ['n'], ['u'], 1.26)
-    assert one.lines()[1:] == ['1. a: at most 2.0 x as fast', '   why a.', '   Fix: do a.', 'Note: n', 'Not seen: u.']
+    one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .4}, {'input': 1.8}, 'Map', ['n'], ['u'],
+                    1.26)
+    assert one.lines()[2:] == ['1. a: at most 2.0 x as fast', '   why a.', '   Fix: do a.',
+                               'Note: n', 'Not seen: u.']
     said = json.loads(json.dumps(one.to_dict()))
     assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
-    assert repr(Diagnosis([], m, 'input-bound', {}, None, [], [], 1.)).endswith('\nNothing to fix.')
+    assert repr(Diagnosis([], m, 'input-bound', {}, {}, None, [], [], 1.)).endswith('\nNothing to fix.')
 
 def test_a_finite_dataset_of_python_batches_and_a_step_that_returns_nothing():
     batches = [np.ones((4, 2), 'f')] * 30

@@ -827,6 +827,7 @@ class Diagnosis:
     measured: Measured
     bound: str                 # input-bound, host-bound or compute-bound
     shares: dict[str, float]   # of the wall time: input, host, compute
+    at_most: dict[str, float]   # the gain without each of them
     slow_stage: str | None
     notes: list[str]
     unseen: list[str]
@@ -840,8 +841,8 @@ class Diagnosis:
         "Everything, for JSON."
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in vars(self.measured).items()}
         return {'findings': [f.to_dict() for f in self.findings], 'bound': self.bound, 'shares': self.shares,
-                'slow_stage': self.slow_stage, 'measured': rounded, 'notes': self.notes,
-                'unseen': self.unseen, 'seconds': round(self.seconds, 1)}
+                'at_most': self.at_most, 'slow_stage': self.slow_stage, 'measured': rounded,
+                'notes': self.notes, 'unseen': self.unseen, 'seconds': round(self.seconds, 1)}
 
     def lines(self) -> list[str]:
         "For reading."
@@ -849,7 +850,9 @@ class Diagnosis:
         whole = (f'{ms(m.loop)} per step, most of it {self.bound.removesuffix("-bound")}' if self.findings
                  else f'{self.bound}: {ms(m.loop)} per step')   # a bound that can be moved is none
         head = [f'{whole} ({shares}); the pipeline alone takes {ms(m.pipeline)}, '
-                f'the step alone {ms(m.step)}, its compiled functions {ms(m.compute)}.']
+                f'the step alone {ms(m.step)}, its compiled functions {ms(m.compute)}.',
+                'At most, it is as fast without ' + ', '.join(
+                    f'{name} {gain:.1f} x' for name, gain in self.at_most.items()) + '.']
         found = [line for i, f in enumerate(self.findings, 1) for line in (
             f'{i}. {f.cause}: {f.gain_text()}', f'   {f.evidence}.',
             f'   Fix: {f.fix}.')]
@@ -866,7 +869,7 @@ class Diagnosis:
         rows = [f'| {f.cause} | {f.evidence} | {f.fix} | {f.gain_text().replace(" x ", " × ")} |'
                 for f in self.findings]
         found = head + rows if rows else ['', 'Nothing to fix.']
-        return '\n'.join([self.lines()[0], *found, *(f'\n{line}' for line in self.remarks())])
+        return '\n'.join([*self.lines()[:2], *found, *(f'\n{line}' for line in self.remarks())])
 
 # %% ../../nbs/monitor/diagnose.ipynb #373c561a
 def diagnose(
@@ -890,8 +893,8 @@ def diagnose(
     findings = _ranked([f for f in found if f and f.gain >= _MIN_GAIN])
     shares, (stage, _) = _shares(m), c.slowest_stage
     bound = max(shares, key=shares.get)
-    return Diagnosis(findings, m, f'{bound}-bound', shares, stage and stage.name, c.notes, c.unseen,
-                     time.perf_counter() - start)
+    return Diagnosis(findings, m, f'{bound}-bound', shares, _at_most(m), stage and stage.name, c.notes,
+                     c.unseen, time.perf_counter() - start)
 
 def _ask(rule: Callable, c: Case) -> Finding | None:
     "What a rule finds; one that fails on an unusual program must not take the other findings with it."
@@ -901,7 +904,7 @@ def _ask(rule: Callable, c: Case) -> Finding | None:
         c.unseen.append(f'what {rule.__name__} looks for: {type(e).__name__}: {reason}')
 
 def _try_fix(c: Case, f: Finding) -> Finding | None:
-    "The finding with the gain of its fix in the whole training, if it can be tried; None if that is none."
+    "The finding, with the gain of its fix if that can be tried; None if it then gains nothing."
     if f.gain < _MIN_GAIN or not f.apply or f.alters or _no_time_left(c): return f
     try:
         changed = f.apply(c.dataset, c.step)
@@ -919,6 +922,12 @@ def _shares(m: Measured) -> dict[str, float]:
     input_ = min(m.wait, max(0., m.loop - m.traced - m.clean_step))
     parts = {'input': input_, 'host': max(0., m.loop - input_ - m.compute), 'compute': min(m.compute, m.loop)}
     return {name: round(s / sum(parts.values()), 3) for name, s in parts.items()}
+
+def _at_most(m: Measured) -> dict[str, float]:
+    "The gain without each part, as measured: on ready batches, without the host's work, without computing."
+    without = {'input': dict(pipeline=0.), 'host': dict(step=m.compute, traced=0.),
+               'compute': dict(step=m.clean_step - m.compute)}
+    return {name: round(predict_gain(m, **change), 2) for name, change in without.items()}
 
 def _ranked(findings: list[Finding]) -> list[Finding]:
     "Largest gain first; a finding moves before an earlier one only if it promises clearly more."

@@ -105,8 +105,8 @@ def _row_loops(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         seen, 'a loop over rows inside the step',
         f'the graph of the step has a loop ({forward[0].name}) that computes row by row, with several small '
         f'operations for each; it takes {1 - left:.0%} of the step',
-        'compute all rows with one operation (broadcasting, tf.einsum; tf.vectorized_map instead of tf.map_fn '
-        'helps where each of its operations has a vectorised form)',
+        'compute all rows with one operation (broadcasting, tf.einsum; tf.vectorized_map instead of '
+        'tf.map_fn, where each of its operations has a vectorised form)',
         computing, seen.loop[1], 'y = x ** 2   # instead of tf.map_fn', left)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00032
@@ -459,8 +459,8 @@ def _unrolled(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     place, layer = _part_of(turns[0])
     return [finding(
         seen, 'a loop over rows inside the step',
-        f'a loop of Python{layer and f" in {layer}"} made {made:,} of the {every:,} operations of the step, the '
-        f'same for each of {len(turns)} parts of a tensor; to start one takes longer than to compute it',
+        f'a loop of Python{layer and f" in {layer}"} made {made:,} of the {every:,} operations of the step, '
+        f'the same for each of {len(turns)} parts of a tensor; to start one takes longer than to compute it',
         'compute all parts with one operation: leave the dimension in the tensor (tf.matmul, tf.einsum, '
         'tf.image.extract_patches, broadcasting; Dense without TimeDistributed), and stack shifted views '
         'where parts overlap',

@@ -387,8 +387,8 @@ def find_converted(seen: _Seen) -> list[Finding]:
     if share < .15: return []
     return [finding(
         seen, 'a list is converted number by number',
-        f'tf.convert_to_tensor (or an operation that calls it) takes {share:.0%} of the time: it goes through a '
-        'list, also one of arrays, in Python',
+        f'tf.convert_to_tensor (or an operation that calls it) takes {share:.0%} of the time: it goes '
+        'through a list, also one of arrays, in Python',
         'make one array of it first, with np.stack or np.asarray', share, places[0][0],
         'x = tf.convert_to_tensor(np.stack(arrays))')]
 
@@ -621,9 +621,9 @@ def _time_spent(seen: _Seen, nothing_found: bool) -> str:
 _PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a later one gains twice as much
     find_made_in_loop, find_added_operations, find_pipelines, find_new_iterators, find_single_rows,
     find_traces, find_compiled_again, find_growth, find_validation, find_small_evaluation,
-    find_filled_again, find_copied_weights, find_converted, find_same_values, find_eager, find_eager_rows, find_in_graph,
-    find_few_threads, find_python_input, find_slow_input, find_beside, find_tiny_steps, find_ended_passes,
-    find_own_python, find_fetches, find_on_host)
+    find_filled_again, find_copied_weights, find_converted, find_same_values, find_eager, find_eager_rows,
+    find_in_graph, find_few_threads, find_python_input, find_slow_input, find_beside, find_tiny_steps,
+    find_ended_passes, find_own_python, find_fetches, find_on_host)
 
 _INSIDE_FIT = (   # of a `fit` that is called in a loop, where nothing is to be said of that loop
     find_in_graph, find_few_threads, find_python_input, find_slow_input, find_tiny_steps)
@@ -666,7 +666,7 @@ def _not_measured(seen: _Seen) -> list[str]:
                    'which is not free: nothing inside the step was tried')
     return out
 
-_PARTS = 'input', 'own', 'numpy', 'convert', 'save', 'summary', 'pipeline', 'end'   # that a program can do without
+_PARTS = 'input', 'own', 'numpy', 'convert', 'save', 'summary', 'pipeline', 'end'   # outside the step
 _LARGE = .4   # of the time, from which on a part is reported whatever it is
 
 def _located(seen: _Seen, found: list[Finding]) -> list[Finding]:

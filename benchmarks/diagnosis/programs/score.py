@@ -93,7 +93,8 @@ def in_words(row: dict) -> str:
     "One line of a judged case."
     what = ('ALARM' if row['false_alarm'] else 'healthy') if 'false_alarm' in row else \
         f'named {row["named"] or "-"} led {row["led"] or "-"}'
-    found = '; '.join(f'{f["cause"]} {"" if f["measured"] else "at most "}{f["gain"]:.1f} x' for f in row['findings'][:3])
+    gain = lambda f: f'{"" if f["measured"] else "at most "}{f["gain"]:.1f} x'
+    found = '; '.join(f'{f["cause"]} {gain(f)}' for f in row['findings'][:3])
     measured = f' (measured {row["ratio"]:.1f} x)' if row.get('ratio') else ''
     return f'{row["case"]:34} {what:16} {row["seconds"]:5.1f} s  {row.get("error", found)[-300:]}{measured}'
 
