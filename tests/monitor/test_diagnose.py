@@ -205,8 +205,8 @@ def test_a_fix_is_tried_on_what_earlier_ones_left():
 
 def test_a_diagnosis_in_text_and_json():
     m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
-    one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .4}, {'input': 1.8}, 'Map', ['n'], ['u'],
-                    1.26)
+    one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .4}, {'input': 1.8}, 'Map', ['n'],
+                    ['u'], 1.26)
     assert one.lines()[2:] == ['1. a: at most 2.0 x as fast', '   why a.', '   Fix: do a.',
                                'Note: n', 'Not seen: u.']
     said = json.loads(json.dumps(one.to_dict()))

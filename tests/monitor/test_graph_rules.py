@@ -42,7 +42,7 @@ def test_a_step_without_its_loop_is_quicker_and_changes_what_it_did():
     total = tf.Variable(0.)
     def loss(x):
         total.assign_add(1.)
-        return tf.reduce_sum(tf.map_fn(lambda row: row / tf.norm(row), x) + total)
+        return tf.reduce_sum(tf.map_fn(lambda row: row / tf.norm(row) + total, x))   # it reads a variable
     call = call_of(loss, tf.random.normal((300, 40)))
     some = operations(call, *page._LOOPS)
     with _variables_put_back():

@@ -683,6 +683,7 @@ def _runner(
     names = [t.op.name for t in call.concrete.inputs]
     gone = {*names, *(name.partition(':')[0] for name in known)}   # XLA refuses a placeholder
     nodes = [node for node in given.node if node.name not in gone]
+    for node in nodes: node.input[:] = [name for name in node.input if name[0] != '^' or name[1:] not in gone]
     del given.node[:]
     given.node.extend(nodes)
     used = {name for node in nodes for name in node.input}
@@ -713,13 +714,21 @@ def in_float32(call: Call, kinds: tuple = DOUBLE) -> Callable:   # of no argumen
 def _computed_up_to(call: Call, wanted: list[tf.Operation]) -> Callable:   # of no arguments
     "What the graph of a call needs to compute the results of these operations, which it returns."
     made, names = call.concrete, [op.name for op in wanted]
-    part = tf.compat.v1.graph_util.extract_sub_graph(made.graph.as_graph_def(), names)
+    part = made.graph.as_graph_def()
+    nodes, needed, left = {node.name: node for node in part.node}, set(), [*names]
+    while left:
+        name = left.pop().lstrip('^').partition(':')[0]
+        if name not in needed: left += nodes[name].input
+        needed.add(name)
+    for node in reversed(part.node):
+        if node.name not in needed: part.node.remove(node)
     def read(take): return [[*op.outputs] for op in take(names)]
     return _runner(call, part, _tensors(call), made.captured_inputs, read)
 
-def _whole(made) -> Callable:
+def _whole(made, known: dict) -> Callable:
     "For `_runner`: all results of a function, and all that it changes."
-    changes = [op.name for op in made.graph.get_operations() if op in made.graph.control_outputs]
+    gone = {name.partition(':')[0] for name in known}
+    changes = [op.name for op in made.graph.control_outputs if op.name not in gone]
     ends = [t.name for t in made.outputs]
     def read(take):
         found = take(changes + ends)
@@ -729,7 +738,7 @@ def _whole(made) -> Callable:
 
 def _changed(call: Call, given: tf.compat.v1.GraphDef, known: dict = {}) -> Callable:   # noqa: B006
     "The whole of a call, by a changed form of its graph."
-    return _runner(call, given, _tensors(call), call.concrete.captured_inputs, _whole(call.concrete), known)
+    return _runner(call, given, _tensors(call), call.concrete.captured_inputs, _whole(call.concrete, known), known)
 
 def _done_without(call: Call, some: list[tf.Operation]) -> Callable:   # of no arguments
     "A call in whose graph the results of these operations are known."
@@ -979,7 +988,7 @@ class _FixTrial:
         if self.alters: measured = f'not tried, because it changes what is learned: {self.alters}'
         if self.measured_gain is not None:
             measured = f'measured {self.measured_gain:.2f} x, {"kept" if self.kept else "taken back"}'
-        return f'{self.cause}: {self.fix}; found with {self.gain:.2f} x, {measured}'
+        return f'{self.cause}: {self.fix}; the finding says {self.gain:.2f} x, {measured}'
 
 def apply_fixes(
     dataset, step,

@@ -9,6 +9,7 @@ __all__ = ['find_in_graph', 'find_on_host', 'find_fetches']
 import linecache
 import os
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +74,7 @@ def _left(
     changed: Callable,        # makes the step without a part
     as_graph: bool = True,    # whether that runs as a graph, and not as the function itself
 ) -> float | None:
-    "The time of a step without a part, as a share of the step; None if the trial fails."
+    "The time of a step without a part, as a share of the step; None if the trial fails or its rounds disagree."
     itself = lambda: call.function(*call.args, **call.kwargs)
     try:
         with _variables_put_back() as possible:
@@ -81,9 +82,11 @@ def _left(
             # to call a function of many variables takes time of its own, which stays
             same = _changed(call, call.concrete.graph.as_graph_def()) if as_graph else itself
             arms = {'itself': itself, 'whole': same, 'without': changed()}
-            timed = compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 3, warmup=2).arms
-            itself, whole, without = (min(arm.times) for arm in timed)
-            return min(1., max(0., 1 - (whole - without) / max(itself, whole)))
+            timed = compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 5, warmup=2).arms
+            saved = [(whole - without) / max(itself, whole)
+                     for itself, whole, without in zip(*(arm.times for arm in timed))]
+            usual = statistics.median(saved)
+            return None if min(saved) < .5 * usual else 1 - min(1., max(0., usual))
     except Exception: return None   # a trial may fail in any way
 
 def _is_much(left: float | None, computing: float, least: float) -> bool:
