@@ -738,7 +738,8 @@ def _whole(made, known: dict) -> Callable:
 
 def _changed(call: Call, given: tf.compat.v1.GraphDef, known: dict = {}) -> Callable:   # noqa: B006
     "The whole of a call, by a changed form of its graph."
-    return _runner(call, given, _tensors(call), call.concrete.captured_inputs, _whole(call.concrete, known), known)
+    made = call.concrete
+    return _runner(call, given, _tensors(call), made.captured_inputs, _whole(made, known), known)
 
 def _done_without(call: Call, some: list[tf.Operation]) -> Callable:   # of no arguments
     "A call in whose graph the results of these operations are known."

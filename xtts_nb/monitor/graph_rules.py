@@ -74,7 +74,7 @@ def _left(
     changed: Callable,        # makes the step without a part
     as_graph: bool = True,    # whether that runs as a graph, and not as the function itself
 ) -> float | None:
-    "The time of a step without a part, as a share of the step; None if the trial fails or its rounds disagree."
+    "The time of a step without a part, as a share of the step; None if the trial fails or rounds disagree."
     itself = lambda: call.function(*call.args, **call.kwargs)
     try:
         with _variables_put_back() as possible:
