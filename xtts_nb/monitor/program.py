@@ -653,8 +653,10 @@ def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
 
 def _no_loop(watch: Watch) -> str:
     "What a program did instead of training."
-    places = Counter(look.place for look in watch.looks if look.place).most_common(1)
-    where = f'; most of the {watch.ended - watch.begun:.0f} s it was at {places[0][0]}' if places else ''
+    spent, where = Counter((look.kind, look.place) for look in watch.looks if look.place), ''
+    for (kind, place), looks in spent.most_common(1):
+        where = (f'; {looks / len(watch.looks):.0%} of the {watch.ended - watch.begun:.0f} s went into '
+                 f'{_SPENT[kind][0]} at {place}')
     return (f'{_NO_LOOP} in the main thread of this process{where}. If it had not begun, give a larger '
             '--seconds; if the script starts another program, diagnose that one')
 
