@@ -416,7 +416,7 @@ def run_training(
     if training.fixed:
         each = _compare_loops({'slow': training.slow(), 'fixed': training.fixed()}, batches, seconds / 4)
         gain = each['slow'].per_item / each['fixed'].per_item
-        predicted = next((f.predicted_gain for f in verdict if f.cause == training.cause), None)
+        predicted = next((f.gain for f in verdict if f.cause == training.cause), None)
         row |= {'predicted': predicted and round(predicted, 2), 'measured': round(gain, 2),
                 'true': bool(predicted) and abs(predicted / gain - 1) <= 0.3}
     return row | {'seconds': round(verdict.seconds, 1)}

@@ -2,7 +2,7 @@
 import pytest
 
 from watched import LINE, seen
-from xtts_nb.monitor.program import account
+from xtts_nb.monitor.seen import account
 from xtts_nb.monitor.watch import Event
 
 def test_each_moment_belongs_to_one_part():

@@ -23,7 +23,7 @@ def measured(**more):
     return Measured(**dict(loop=18., pipeline=8., step=10., compute=10., first=0., batches=20, rows=4,
                            wait=8.) | more)
 
-def finding(cause, gain, apply=None): return Finding(cause, f'why {cause}', f'do {cause}', gain, apply)
+def finding(cause, gain, apply=None): return Finding(cause, f'why {cause}', f'do {cause}', gain, apply=apply)
 def called(function, *args, **kwargs):
     function(*args, **kwargs)
     return Call(function, args, kwargs, 0., False)
@@ -184,12 +184,12 @@ def test_what_is_learned_is_changed_only_on_request(change_learning):
     data, apply = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat(), lambda d, s: (d, fast)
     slow = tf.function(lambda b: tf_sleep(20_000, tf.reduce_sum(b)))
     fast = tf.function(lambda b: tf.reduce_sum(b))
-    larger = Finding('tiny batch', 'why', 'more rows', 2., apply, 'the batch size')
+    larger = Finding('tiny batch', 'why', 'more rows', 2., True, apply, 'the batch size')
     _, step, (trial,) = apply_fixes(data, slow, [larger], 8, .2, lambda line: None, change_learning)
     assert (step is fast) == trial.kept == (trial.measured_gain is not None) == change_learning
     assert trial.alters == ('' if change_learning else 'the batch size')
 
-def test_a_remedy_is_tried_on_what_earlier_ones_left():
+def test_a_fix_is_tried_on_what_earlier_ones_left():
     data = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat()
     slow = tf.function(lambda b: tf_sleep(20_000, tf.reduce_sum(b)))
     fast = tf.function(lambda b: tf.reduce_sum(b))
@@ -205,11 +205,13 @@ def test_a_remedy_is_tried_on_what_earlier_ones_left():
 
 def test_a_diagnosis_in_text_and_json():
     m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
-    one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .444}, 'Map', ['n'], ['u'], 1.26)
-    assert one.lines()[1:] == ['1. a, gain 2.0 x', '   why a', '   Fix: do a.', 'Note: n', 'Not seen: u.']
+    one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .4}, {'input': 1.8}, 'Map', ['n'],
+                    ['u'], 1.26)
+    assert one.lines()[2:] == ['1. a: at most 2.0 x as fast', '   why a.', '   Fix: do a.',
+                               'Note: n', 'Not seen: u.']
     said = json.loads(json.dumps(one.to_dict()))
     assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
-    assert repr(Diagnosis([], m, 'input-bound', {}, None, [], [], 1.)).endswith('\nNothing to fix.')
+    assert repr(Diagnosis([], m, 'input-bound', {}, {}, None, [], [], 1.)).endswith('\nNothing to fix.')
 
 def test_a_finite_dataset_of_python_batches_and_a_step_that_returns_nothing():
     batches = [np.ones((4, 2), 'f')] * 30

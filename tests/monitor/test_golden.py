@@ -169,7 +169,7 @@ def stage_that_costs(given: dict) -> str | None:
     some = stages(PIPELINES[given['data']]())
     stage = next(s for s in some if s.name == given['stage'])
     found = input_rules._shape(some, stage, given['share'], 1., given['again'])
-    return found and f'{found[0].cause}, {found[1]:.3g} left'
+    return found and found.cause
 
 def stage_in_double(given: dict) -> list[str]:
     last = stages(PIPELINES[given['data']]())[-1]
@@ -181,7 +181,8 @@ def times_of_the_same_rows(given: dict) -> int: return graph_rules._epochs(progr
 OTHERS = {f.__name__: f for f in (order_of_stages, stage_that_costs, stage_in_double, times_of_the_same_rows)}
 
 def line(f) -> str:
-    gain = 'only a GPU shows its gain' if f.only_on_gpu else f'{f.predicted_gain:.4g} x'
+    gain = 'only a GPU shows its gain' if f.only_on_gpu else \
+        f'{"measured" if f.measured else "at most"} {f.gain:.4g} x'
     interval = f' ({f.low:.3g} to {f.high:.3g})' if f.high else ''
     where = re.sub(r':\d+', '', f.place) if 'golden' in f.place else f.place
     return f'{f.cause}{where and " at "}{where}: {gain}{interval}; {f.evidence}'

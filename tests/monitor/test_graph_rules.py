@@ -39,10 +39,10 @@ def test_a_step_without_some_operations_gives_the_same(loss, given, types):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 def test_a_step_without_its_loop_is_quicker_and_changes_what_it_did():
-    total = tf.Variable(0.)
+    total, scale = tf.Variable(0.), tf.Variable(2.)   # others wait for a loop that reads a variable
     def loss(x):
         total.assign_add(1.)
-        return tf.reduce_sum(tf.map_fn(lambda row: row / tf.norm(row), x) + total)
+        return tf.reduce_sum(tf.map_fn(lambda row: row / tf.norm(row) * scale, x) + total)
     call = call_of(loss, tf.random.normal((300, 40)))
     some = operations(call, *page._LOOPS)
     with _variables_put_back():

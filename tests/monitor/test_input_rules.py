@@ -40,4 +40,4 @@ def test_a_pipeline_for_which_the_step_waits(monkeypatch):
     found = page.find_slow_input(part)[0]
     assert found.cause == 'the shuffle buffer is filled again before each epoch'
     assert found.place == 'watched.py:3' and found.line == LINE.text
-    assert found.low <= found.predicted_gain <= found.high
+    assert found.low <= found.gain <= found.high

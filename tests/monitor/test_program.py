@@ -38,7 +38,7 @@ def asked(monkeypatch, *rules):
 
 def test_what_is_reported_of_what_the_rules_find(monkeypatch):
     names = lambda *rules: [f.cause for f in asked(monkeypatch, *rules)[0]]
-    of = lambda gain, place=LINE: finding(seen(['own'] * 1000), f'{gain}', '', '', 1 - 1 / gain, place=place)
+    of = lambda gain, place=LINE: finding(seen(['own'] * 1000), f'{gain}', '', '', 1 - 1 / gain, place)
     # the first at a line, or one of twice its gain; 1.19 is too little
     assert names(of(1.19), of(2), of(3.9), of(4.5), of(3, OTHER)) == ['4.5', '3', '2']
     assert names(of(1.21)) == ['1.21']
@@ -50,6 +50,14 @@ def test_what_is_reported_of_what_the_rules_find(monkeypatch):
     assert [f.cause for f in found] == ['sure'] and notes == [
         'find_it could not be examined: ValueError',
         'of the 0.6 s that were watched: Python 89%, waiting for batches 11%']
+
+@pytest.mark.parametrize('share, cause', [(.39, None), (.41, 'waiting for batches')])
+def test_a_large_part_without_a_known_cause_is_located(monkeypatch, share, cause):
+    monkeypatch.setattr(page, '_PROGRAM_RULES', ())
+    steps = [replace(e, start=e.start + .1 * share) for e in calls('call', 100, .1, .1 - .1 * share, OTHER)]
+    found, _ = explain(watched(['input'] * 1000, calls('next', 100, .1, .1 * share) + steps))
+    assert [(f.cause, f.place, f.measured) for f in found] == [(cause, str(LINE), False)] * bool(cause)
+    if found: assert found[0].gain == pytest.approx(1 / (1 - share), rel=.02)
 
 @pytest.mark.parametrize('looks, seconds, judged', [(19, .49, False), (20, .49, True), (19, .5, True)])
 def test_a_program_that_is_too_short_is_not_judged(monkeypatch, looks, seconds, judged):

@@ -9,6 +9,7 @@ __all__ = ['find_in_graph', 'find_on_host', 'find_fetches']
 import linecache
 import os
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +74,7 @@ def _left(
     changed: Callable,        # makes the step without a part
     as_graph: bool = True,    # whether that runs as a graph, and not as the function itself
 ) -> float | None:
-    "The time of a step without a part, as a share of the step; None if the trial fails."
+    "The time of a step without a part, as a share of the step; None if the trial fails or rounds disagree."
     itself = lambda: call.function(*call.args, **call.kwargs)
     try:
         with _variables_put_back() as possible:
@@ -81,9 +82,11 @@ def _left(
             # to call a function of many variables takes time of its own, which stays
             same = _changed(call, call.concrete.graph.as_graph_def()) if as_graph else itself
             arms = {'itself': itself, 'whole': same, 'without': changed()}
-            timed = compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 3, warmup=2).arms
-            itself, whole, without = (min(arm.times) for arm in timed)
-            return min(1., max(0., 1 - (whole - without) / max(itself, whole)))
+            timed = compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 5, warmup=2).arms
+            saved = [(whole - without) / max(itself, whole)
+                     for itself, whole, without in zip(*(arm.times for arm in timed))]
+            usual = statistics.median(saved)
+            return None if min(saved) < .5 * usual else 1 - min(1., max(0., usual))
     except Exception: return None   # a trial may fail in any way
 
 def _is_much(left: float | None, computing: float, least: float) -> bool:
@@ -105,9 +108,9 @@ def _row_loops(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         seen, 'a loop over rows inside the step',
         f'the graph of the step has a loop ({forward[0].name}) that computes row by row, with several small '
         f'operations for each; it takes {1 - left:.0%} of the step',
-        'compute all rows with one operation (broadcasting, tf.einsum, tf.vectorized_map instead '
-        'of tf.map_fn)',
-        computing, left + .05 * (1 - left), seen.loop[1], 'y = x ** 2   # instead of tf.map_fn', 0.3)]
+        'compute all rows with one operation (broadcasting, tf.einsum; tf.vectorized_map instead of '
+        'tf.map_fn, where each of its operations has a vectorised form)',
+        computing, seen.loop[1], 'y = x ** 2   # instead of tf.map_fn', left)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00032
 _FACTORS = 'Mul', 'MatMul', 'BatchMatMulV2', 'RealDiv'   # linear in one input
@@ -144,9 +147,9 @@ def _linear_loops(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         'compute all time steps at once: tf.math.cumsum for a sum, one tf.matmul with the matrix of the '
         'powers of the factor for a constant factor (long series in blocks), else '
         'tfp.math.scan_associative; or once in the pipeline, where nothing of it is learned',
-        computing, left + .1 * (1 - left), _users_line(some[0]) or seen.loop[1],
+        computing, _users_line(some[0]) or seen.loop[1],
         'powers = factor ** (t[None] - t[:, None])   # t = tf.range(n); upper part, the rest is 0\n'
-        'sums = tf.matmul(tf.linalg.band_part(powers, 0, -1), x)   # instead of the loop from the end', .5)]
+        'sums = tf.matmul(tf.linalg.band_part(powers, 0, -1), x)   # instead of the loop from the end', left)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00042
 def _metrics(seen: _Seen, call: Call, computing: float) -> list[Finding]:
@@ -166,8 +169,8 @@ def _metrics(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         f'the metrics ({", ".join(names)}) take {1 - left:.0%} of the step',
         'compute them on the validation data alone, or from stored predictions after an epoch; AUC with '
         'evenly spaced thresholds (num_thresholds=200) counts in buckets and compares nothing',
-        computing, left, seen.loop[1],
-        'model.compile(optimizer, loss)   # without metrics; model.evaluate after training', .3)]
+        computing, seen.loop[1],
+        'model.compile(optimizer, loss)   # without metrics; model.evaluate after training', left, True)]
 
 _WIDE_CODE = 512   # columns of a one-hot code, from which on it is looked at
 
@@ -186,7 +189,7 @@ def _one_hot(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         f'the step multiplies one-hot codes of {rows:,} columns by a table, which only picks its rows; '
         f'these products and their gradients take {1 - left:.0%} of the step',
         'tf.gather or tf.nn.embedding_lookup (keras.layers.Embedding): the same rows, and a sparse gradient',
-        computing, left, _users_line(some[0]) or seen.loop[1], 'x = tf.gather(table, ids)', .3)]
+        computing, _users_line(some[0]) or seen.loop[1], 'x = tf.gather(table, ids)', left)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00082
 _CLASSES = 10_000   # of a softmax, from which on it is looked at
@@ -208,8 +211,8 @@ def _full_softmax(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         f'{1 - left:.0%} of it',
         'tf.nn.sampled_softmax_loss compares each row with some hundred classes (this changes what is '
         'learned: evaluate with the full softmax); or fewer classes',
-        computing, left, _users_line(losses[0]) or seen.loop[1],
-        'loss = tf.nn.sampled_softmax_loss(weights, biases, labels, inputs, 256, num_classes)', .5)]
+        computing, _users_line(losses[0]) or seen.loop[1],
+        'loss = tf.nn.sampled_softmax_loss(weights, biases, labels, inputs, 256, num_classes)', left)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a1
 def _meets_all(op: tf.Operation) -> bool:
@@ -245,10 +248,9 @@ def _pairs(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         f'its gradient take {1 - left:.0%} of it',
         'a squared distance is |a|^2 + |b|^2 - 2ab: one product of matrices, and no large tensor (where '
         'distances are tiny it is less exact: tf.maximum(d2, 0))',
-        computing, left + .07 * (1 - left), _users_line(some[0]) or seen.loop[1],
+        computing, _users_line(some[0]) or seen.loop[1],
         'lengths = lambda x: tf.reduce_sum(x * x, 1)\n'
-        'd2 = lengths(a)[:, None] - 2 * tf.matmul(a, b, transpose_b=True) + lengths(b)',
-        .5)]
+        'd2 = lengths(a)[:, None] - 2 * tf.matmul(a, b, transpose_b=True) + lengths(b)', left)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a2
 _CROSSINGS = 8   # of tensors from device to device, from which on it is looked at
@@ -266,7 +268,7 @@ def _several_devices(seen: _Seen, call: Call, computing: float) -> list[Finding]
         f'{len(over)} operations of the step wait for a tensor of another device ({", ".join(names)}), by '
         f'tf.device; placed by TensorFlow itself, the step takes {left:.0%}',
         'leave tf.device out, or give each device a large part whose result is sent once',
-        computing, left, _users_line(over[0]) or seen.loop[1], spread=.3)]
+        computing, _users_line(over[0]) or seen.loop[1], left=left, measured=True)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00092
 _PADDED = .4   # of the columns, from which on padding is looked at
@@ -295,8 +297,8 @@ def _unlike_lengths(seen: _Seen, some: list[tf.Tensor], computing: float) -> lis
         f'in the last batch rows are padded to {ids.shape[1]}, and hold {used * ids.shape[1]:.0f} on '
         'average: a few long rows make all others as long',
         'put rows of like length into a batch (bucket_by_sequence_length), or cut the few long ones',
-        computing, used + .3, seen.loop[1],   # of those that are put together some are longer still
-        'dataset.bucket_by_sequence_length(length_of, boundaries, batch_sizes)', .5)]
+        computing, seen.loop[1],
+        'dataset.bucket_by_sequence_length(length_of, boundaries, batch_sizes)', used)]
 
 def _padding(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     "Sequences of which most is padding, in all rows of a batch."
@@ -309,15 +311,16 @@ def _padding(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     if 1 - (end - first) / length < _PADDED: return _unlike_lengths(seen, long, computing)
     def cut(x): return x[:, first:end] if tf.is_tensor(x) and x.shape.rank and x.shape[1:2] == [length] else x
     args, kwargs = tf.nest.map_structure(cut, given)
-    left = _left(call, lambda: partial(call.function, *args, **kwargs), False) or (end - first) / length
-    if computing * (1 - left) < .2: return []
+    left = _left(call, lambda: partial(call.function, *args, **kwargs), False)
+    if not _is_much(left, computing, .2): return []
     return [finding(
         seen, 'mostly padding',
         f'rows are padded to {length}, and in the last batch no row has more than {end - first}: the step '
         f'computes the rest too; without it, it takes {left:.0%}',
         'pad each batch to the longest of its own rows, or to a few lengths (so that few shapes are '
-        'compiled); or take a smaller maximum', computing, left, seen.loop[1],
-        'dataset.padded_batch(size)   # or bucket_by_sequence_length(..., pad_to_bucket_boundary=True)', .5)]
+        'compiled); or take a smaller maximum', computing, seen.loop[1],
+        'dataset.padded_batch(size)   # or bucket_by_sequence_length(..., pad_to_bucket_boundary=True)',
+        left, True)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a00006
 def _recurrent_dropout(seen: _Seen, call: Call, computing: float) -> list[Finding]:
@@ -333,7 +336,7 @@ def _recurrent_dropout(seen: _Seen, call: Call, computing: float) -> list[Findin
     change = f'{type(layers[0]).__name__}(units, dropout=0.2)'
     if gain_without(computing, left) < _MIN_GAIN:
         return [_only_on_gpu('recurrent dropout', about, fix, seen.loop[1], change)]
-    return [finding(seen, 'recurrent dropout', about, fix, computing, left, seen.loop[1], change)]
+    return [finding(seen, 'recurrent dropout', about, fix, computing, seen.loop[1], change, left)]
 
 def _without_dropout(layer, rows: int) -> float:
     "The time of forward and backward pass without recurrent dropout, as a share of that with it."
@@ -371,8 +374,7 @@ def _python_inside(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         seen, 'Python inside the step',
         f'the compiled step calls Python (numpy_function or py_function), which runs {busy:.0%} of the time '
         'on the CPU; data of a GPU leave it for that',
-        'write it with TensorFlow operations, or do it in the input pipeline', busy, .1, spread=1.),
-        place=where)]
+        'write it with TensorFlow operations, or do it in the input pipeline', busy), place=where)]
 
 _LONG_TABLE = 10_000, 1_000_000   # rows, and numbers, from which on a table is looked at
 _DENSE = re.compile('Assign|ResourceApply')
@@ -412,6 +414,11 @@ def _users_line(op: tf.Operation) -> _Place | None:
     frames = reversed(op.traceback or ())
     return next((_Place(f.filename, f.lineno) for f in frames if _is_users(f.filename)), None)
 
+def _part_of(op: tf.Operation) -> tuple[_Place | None, str]:
+    "The line of the program that made an operation, and the layer, where Keras made it."
+    scopes = op.name.removeprefix('gradient_tape/').split('/')[:-1]
+    return _users_line(op), '/'.join(scopes[:2])
+
 def _needs(op: tf.Operation, other: tf.Operation) -> bool:
     "Whether an operation is computed from the result of another one."
     left, known = [op], set()
@@ -427,14 +434,16 @@ def _turns(graph) -> tuple[list, int]:   # operations, one of each turn; how man
     "The largest loop of Python over parts of a tensor that do not need each other's results: no recurrence."
     parts, lines = {}, {}
     for op in _graph_operations(graph):
-        if not op.inputs or not (line := _users_line(op)): continue
-        lines.setdefault((op.graph, line), {}).setdefault(op.type, []).append(op)
-        if op.type == 'StridedSlice': parts.setdefault((op.graph, line, op.inputs[0].name), []).append(op)
-    for (inside, line, _), some in sorted(parts.items(), key=lambda x: -len(x[1])):
+        part = _part_of(op)
+        if not op.inputs or not part[0]: continue
+        lines.setdefault((op.graph, part), {}).setdefault(op.type, []).append(op)
+        if op.type == 'StridedSlice': parts.setdefault((op.graph, part, op.inputs[0].name), []).append(op)
+    for (inside, part, _), some in sorted(parts.items(), key=lambda x: -len(x[1])):
         if len(some) < _UNROLLED: break
-        alike = [(at, ops) for (g, at), types in lines.items() if g is inside and at.file == line.file
+        near = lambda at: at[0].file == part[0].file and at[1] == part[1]   # noqa: B023
+        alike = [(at, ops) for (g, at), types in lines.items() if g is inside and near(at)
                  for kind, ops in types.items() if len(ops) % len(some) == 0 and kind not in _SUMS]
-        layers = sum((g, at) == (inside, line) for g, at, _ in parts)   # which are made at the same lines
+        layers = sum((g, at) == (inside, part) for g, at, _ in parts)   # which are made at the same lines
         if any(_needs(ops[len(ops) // layers - 1], ops[0]) for _, ops in alike): continue
         return some, sum(len(ops) for at in {at for at, _ in alike} for ops in lines[inside, at].values())
     return [], 0
@@ -450,14 +459,15 @@ def _unrolled(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     share = computing * its / every
     each = seen.seconds / max(1, len(seen.steps)) * share / max(1, its)
     if share < .3 or each > _SMALL_OP: return []
-    place = _users_line(turns[0])
+    place, layer = _part_of(turns[0])
     return [finding(
         seen, 'a loop over rows inside the step',
-        f'a loop of Python made {made:,} of the {every:,} operations of the step, the same for each of '
-        f'{len(turns)} parts of a tensor; to start one takes longer than to compute it',
+        f'a loop of Python{layer and f" in {layer}"} made {made:,} of the {every:,} operations of the step, '
+        f'the same for each of {len(turns)} parts of a tensor; to start one takes longer than to compute it',
         'compute all parts with one operation: leave the dimension in the tensor (tf.matmul, tf.einsum, '
-        'tf.image.extract_patches, broadcasting), and stack shifted views where parts overlap',
-        share, .2, place, "y = tf.einsum('btd,dk->btk', x, w)   # instead of one product for each t", 1.)]
+        'tf.image.extract_patches, broadcasting; Dense without TimeDistributed), and stack shifted views '
+        'where parts overlap',
+        share, place, "y = tf.einsum('btd,dk->btk', x, w)   # instead of one product for each t")]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00062
 def _fixed(graph, given: list[tf.Tensor]) -> list[tf.Operation]:
@@ -495,7 +505,7 @@ def _same_part(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         f'alone takes {1 - left:.0%} of the call',
         'compute that part once, before the loop (such as an encoder, whose result does not change while '
         'tokens are made), and give its result as an argument',
-        computing, left, place, 'memory = encode(source)   # before the loop over tokens', .3)]
+        computing, place, 'memory = encode(source)   # before the loop over tokens', left)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a3
 def _random_rows(dataset) -> bool:
@@ -550,8 +560,8 @@ def _in_every_epoch(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         f'{1 - left:.0%} of the step depends on its rows alone, and on nothing that is learned (a frozen '
         f'part, or a preparation, up to {heavy.type}): it gives the same for each row in every epoch',
         'compute it once: features = frozen.predict(x), or dataset.map(prepare).cache(), and train the rest '
-        'on that', computing, left, _users_line(heavy) or seen.loop[1],
-        'features = backbone.predict(x)   # once\nhead.fit(features, y)', .3)]
+        'on that', computing, _users_line(heavy) or seen.loop[1],
+        'features = backbone.predict(x)   # once\nhead.fit(features, y)', left)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a4
 def _weightless(seen: _Seen, call: Call, computing: float) -> list[Finding]:
@@ -562,7 +572,7 @@ def _weightless(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     counts = np.reshape(batch[2].numpy() != 0, (batch[2].shape[0], -1)).any(1)
     if not 0 < counts.mean() < .7: return []
     used = tf.nest.map_structure(lambda x: tf.boolean_mask(x, counts), tuple(batch))
-    left = _left(call, lambda: partial(call.function, used, **call.kwargs), False) or float(counts.mean())
+    left = _left(call, lambda: partial(call.function, used, **call.kwargs), False)
     if not _is_much(left, computing, .2): return []
     return [finding(
         seen, 'rows without weight',
@@ -570,8 +580,8 @@ def _weightless(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         f'same; without them the step takes {left:.0%}',
         'leave out rows whose weight is 0 before they are batched (the mean of the loss is then over fewer '
         'rows: scale the other weights if it has to stay)',
-        computing, left, seen.loop[1], 'keep = weights > 0\nmodel.fit(x[keep], y[keep], '
-        'sample_weight=weights[keep])', .5)]
+        computing, seen.loop[1], 'keep = weights > 0\nmodel.fit(x[keep], y[keep], '
+        'sample_weight=weights[keep])', left, True)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a5
 _WAYS = 4   # backward passes through the same layers; a penalty on gradients needs up to three
@@ -595,8 +605,8 @@ def _backward_again(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         f'the step computes gradients {np.median(times):.0f} times through the same layers, one loss at a '
         f'time; all but one of them take {1 - left:.0%} of it',
         'add the losses up, and ask the tape once: the gradient of a sum is the sum of the gradients',
-        computing, left + .05 * (1 - left), _users_line(max(extra, key=lambda op: op._id)) or seen.loop[1],
-        'gradients = tape.gradient(tf.add_n(losses), variables)', .3)]
+        computing, _users_line(max(extra, key=lambda op: op._id)) or seen.loop[1],
+        'gradients = tape.gradient(tf.add_n(losses), variables)', left)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f013
 def _over_table(shape: tuple) -> float:
@@ -642,8 +652,8 @@ def _dense_table(seen: _Seen, call: Call, computing: float) -> list[Finding]:
             f'({shape[0]:,} x {shape[1]}, about {ms(one)} each, of the {ms(period)} of a step): {reasons}',
             f'change only the rows that were read: {fixes}. Another optimizer or decay changes what is '
             'learned. Or a smaller table (hash the ids)',
-            share, .02, seen.loop[1], 'tf.nn.l2_loss(rows)   # instead of the table' if decay else
-            'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD', spread=1.)
+            share, seen.loop[1], 'tf.nn.l2_loss(rows)   # instead of the table' if decay else
+            'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD')
         return [replace(found, place=os.path.basename(decay), line='') if decay else found]
     return []
 
@@ -726,5 +736,5 @@ def find_fetches(seen: _Seen) -> list[Finding]:
     change = 'if step % 100 == 0: print(float(loss))'
     if gain_without(share) < _MIN_GAIN:
         return [_only_on_gpu('host sync per step', about, fix, place, change)]
-    return [finding(seen, 'host sync per step', about, fix, share, .1, place, change, spread=1.)]
+    return [finding(seen, 'host sync per step', about, fix, share, place, change)]
 

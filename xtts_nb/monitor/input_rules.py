@@ -26,7 +26,7 @@ from .loop import (
     steady_mean, variation)
 from .preflight import _graph_operations
 from .seen import (
-    _calls_with_rows, _compiled_call, _datasets_of, finding, gain_without, _result_bytes, _seconds_of, _Seen,
+    _calls_with_rows, _compiled_call, _datasets_of, finding, _result_bytes, _seconds_of, _Seen,
     _times_that_fit, tried, _variables_put_back, waiting)
 from .watch import _is_users, _Passes, _Place
 
@@ -47,10 +47,9 @@ def find_python_input(seen: _Seen) -> list[Finding]:
             f'the step waits {waits:.0%}',
             'make the function, and the object that it belongs to, once and not for each batch, and give it '
             'tensors of few shapes',
+            waits, place, 'self.function = tf.function(...)   # in __init__, not for each batch',
             # what is compiled behind a trace is compiled once then
-            waits, 1 - traced - .9 * seen.beside('graph'), place,
-            'self.function = tf.function(...)   # in __init__, not for each batch',
-            spread=1.)]
+            max(0., 1 - traced - seen.beside('graph')))]
     if place and re.search(r'\b(open|load|imread|read\w*)\(', place.text):
         packed = re.search('gzip|bz2|lzma|zipfile|npz', place.text)
         return [finding(
@@ -59,24 +58,22 @@ def find_python_input(seen: _Seen) -> list[Finding]:
             f'{waits:.0%}',
             _ZIPPED.fix if packed else 'pack the rows into a few files (one npy that is mapped, TFRecord) '
             'and read them with tf.data, or cache() what was read',
-            min(waits, 0.98), 0.05, place, spread=1.0)]
+            waits, place)]
     # written with operations of TensorFlow it takes little, and shares the cores with the step no more
     period = seen.seconds / max(1, len(seen.steps))
     after = _alone_seconds(seen, period) / period
     what = ('a Python generator makes rows or batches' if generator else
             'a Python function in the pipeline (numpy_function, py_function) runs')
-    found = finding(
+    return [finding(
         seen, 'Python makes the batches',
         f'{what} {busy:.0%} of the time and the step waits for it {waits:.0%}; it holds the lock '
         'of Python, so only one runs at a time',
         'write it with TensorFlow operations (dataset.map with num_parallel_calls=tf.data.AUTOTUNE), '
         'or do it once and cache() or store the result',
-        1., min(1., after + .01 * waits), place,
+        1., place,
         'arrays = x, y   # all rows, made once before the training\n'
         'dataset = tf.data.Dataset.from_tensor_slices(arrays).shuffle(1000).batch(size).prefetch(2)',
-        spread=.6)
-    # who keeps the generator and stores its results keeps what it costs to call it
-    return [replace(found, low=min(found.low, gain_without(.9 * min(busy, waits))))]
+        min(1., after))]
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0f004
 def find_few_threads(seen: _Seen) -> list[Finding]:
@@ -92,7 +89,7 @@ def find_few_threads(seen: _Seen) -> list[Finding]:
                 f'(private_threadpool_size), and a stage with {calls} parallel calls; the step waits '
                 f'{waits:.0%} of the time',
                 'leave options.threading.private_threadpool_size out: the pipeline then uses the threads '
-                'of TensorFlow', waits, own / calls, seen.loop[1], spread=1.)]
+                'of TensorFlow', waits, seen.loop[1])]
     return []
 
 # %% ../../nbs/monitor/input_rules.ipynb #b0a10012
@@ -139,8 +136,8 @@ def find_tiny_steps(seen: _Seen, enough: int = 64) -> list[Finding]:
         f'{ms(large + max(0.0, period - small))}: most of it is the fixed cost of a step',
         f'a batch size of {times * rows} or more (this changes what is learned: adjust the learning '
         'rate); in fit, steps_per_execution=16 lowers the cost with the batches as they are',
-        1.0, left, seen.loop[1],
-        f'dataset.batch({times * rows})   # or model.compile(..., steps_per_execution=16)')]
+        1., seen.loop[1],
+        f'dataset.batch({times * rows})   # or model.compile(..., steps_per_execution=16)', left, True)]
 
 # %% ../../nbs/monitor/input_rules.ipynb #b0a1f012
 def find_small_evaluation(seen: _Seen, enough: int = 256) -> list[Finding]:
@@ -158,8 +155,8 @@ def find_small_evaluation(seen: _Seen, enough: int = 256) -> list[Finding]:
             seen, 'tiny batch',
             f'model.{name} reads {rows:,} rows in batches of {size}, and takes {share:.0%} of the time, '
             f'{ms(each)} a call; in batches of {enough} it takes {ms(larger)}',
-            f'batch_size={enough}: no result depends on it', share, larger / each, key[1],
-            f'model.{name}(x, batch_size={enough})')]
+            f'batch_size={enough}: no result depends on it', share, key[1],
+            f'model.{name}(x, batch_size={enough})', larger / each, True)]
     return []
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a00007
@@ -269,35 +266,33 @@ def _order(
         before = [op for s in some[:shuffle] for op in s.operations]
         if any(MEDIA.match(op) or op == 'ReadFile' for op in before): return _SHUFFLED
 
-def _shape(some: list, stage, added: float, pipeline: float, again: bool) -> tuple | None:
-    "Of a stage that adds `added` seconds to a batch: what is wrong with it, and what is left after the "
-    "change."
+def _shape(some: list, stage, added: float, pipeline: float, again: bool) -> _Shape | None:
+    "Of a stage that adds `added` seconds to a batch: what is wrong with it."
     types = stage.operations
     has = lambda *parts: any(p in op for p in parts for op in types)
     if added < .3 * pipeline: return None
-    if stage.name in ('FlatMap', 'Interleave', 'Window') and any(s.name == 'Window' for s in some):
-        return _WINDOWS, .1
-    if _crops_later(some, stage): return _CROPPED, .4
+    joins = stage.name in ('FlatMap', 'Interleave', 'Window') or has('DatasetToSingleElement')
+    if joins and any(s.name == 'Window' for s in some): return _WINDOWS
+    if _crops_later(some, stage): return _CROPPED
     media = any(map(MEDIA.match, types))   # then what is parsed is the name of a file
-    if 'Csv' in stage.name or has(*_PARSERS) and not media: return _PARSED, .05
-    if _unpacks(stage): return _ZIPPED, .3
+    if 'Csv' in stage.name or has(*_PARSERS) and not media: return _PARSED
+    if _unpacks(stage): return _ZIPPED
     random = has('Random')
     light = stage.elements and stage.elements >= 16 and pipeline / stage.elements < 1e-4
     mapped = [s for s in some if 'Map' in s.name and (s.elements or 0) >= 16]
     work = [op for s in mapped for op in s.operations]
-    if light and mapped and not any(h in op for op in work for h in _HEAVY): return _PER_ROW, .08
-    if stage.name == 'TensorSlice': return ROWS, .4   # what it gives is in memory already
+    if light and mapped and not any(h in op for op in work for h in _HEAVY): return _PER_ROW
+    if stage.name == 'TensorSlice': return ROWS
     if stage.name == 'Range': return None
     later = [s.name for s in some[[s.dataset for s in some].index(stage.dataset):]] if again else []
-    if again and not random and 'Cache' not in later: return _EVERY_EPOCH, .05
-    if stage.name == 'Map' and (stage.calls or 1) == 1 and cores() > 1: return _SERIAL, 1 / cores()
-    if again and random and has(*_HEAVY) and 'Cache' not in later: return _BESIDE_RANDOM, .15
+    if again and not random and 'Cache' not in later: return _EVERY_EPOCH
+    if stage.name == 'Map' and (stage.calls or 1) == 1 and cores() > 1: return _SERIAL
+    if again and random and has(*_HEAVY) and 'Cache' not in later: return _BESIDE_RANDOM
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0f015
-def _worse(order: _Shape | None, costs: tuple | None) -> tuple | None:
+def _worse(order: _Shape | None, costs: _Shape | None) -> _Shape | None:
     "The order of the stages, whatever they cost; but what unpacks or parses does it for shuffled names too."
-    if order and not (order is _SHUFFLED and costs and costs[0] in (_ZIPPED, _PARSED)): return order, .02
-    return costs
+    return costs if order is None or (order is _SHUFFLED and costs in (_ZIPPED, _PARSED)) else order
 
 _PICTURE = re.compile(f'{_DECODED}|Adjust(Contrast|Hue|Saturation)|RGBToHSV|Depthwise')
 _RESIZES = 'Resize', 'ScaleAndTranslate'
@@ -367,8 +362,8 @@ def _filled(seen: _Seen, some: list, passes: int, fill: float, times: list) -> F
     if _first_seconds(some[names.index('Shuffle')].dataset) < .4 * fill: return
     return finding(
         seen, _FILLED.cause, f'the first batch of a pass takes {ms(fill)}, a later one {ms(batch)}: shuffle '
-        f'fills its buffer from the start, {passes} times', _FILLED.fix, share, .05, seen.loop[1],
-        _FILLED.change, spread=.3)
+        f'fills its buffer from the start, {passes} times', _FILLED.fix, share, seen.loop[1],
+        _FILLED.change)
 
 def _begin(dataset) -> tuple:   # the iterator of a pass, its first element, the seconds that took
     start, batches = time.perf_counter(), iter(dataset)
@@ -387,8 +382,8 @@ def _in_double(seen: _Seen, stage, waits: float, part: float) -> list[Finding]: 
     return [finding(
         seen, 'float64',
         f'stage {stage.name} computes in float64, and takes {part:.0%} of the time of a batch',
-        'compute in float32: half of the bytes and of the time', waits, 1 - part / 2, seen.loop[1],
-        'array.astype("float32")   # before it enters the pipeline', spread=.3)]
+        'compute in float32: half of the bytes', waits, seen.loop[1],
+        'array.astype("float32")   # before it enters the pipeline', 1 - part)]
 
 def _next_seconds(batch) -> float:
     "What it costs to ask any pipeline for a batch of this form, however fast it is."
@@ -433,33 +428,32 @@ def find_slow_input(seen: _Seen) -> list[Finding]:
     case.stages = stage_seconds(dataset, 6.)
     stage, added = case.slowest_stage
     out = [f for rule in (find_oversubscription, find_single_threaded_map, find_slow_disk, find_small_files)
-           if (f := rule(case)) and f.predicted_gain >= _MIN_GAIN]
+           if (f := rule(case)) and f.gain >= _MIN_GAIN]
     (passes, whole), some = _passes(seen, made), stages(dataset)
     order = _order(stages(made[-1]), passes, whole)   # without the repeat() that was added here
     again = added > .3 * period and _again(seen, some, passes)
     mine = seen.watch.fits[-1].epochs if seen.loop[0] == 'fit' and seen.watch.fits else passes
     filled = _filled(seen, some, mine, fill, times)   # of other fits `find_filled_again` knows
-    shape = _worse(order, stage and _shape(some, stage, added, m.pipeline, again))
+    form = _worse(order, stage and _shape(some, stage, added, m.pipeline, again))
     others = [f for f in out if f.cause != _SERIAL.cause]
-    if shape and (order or not out or shape[0] in _PLAIN or shape[0] is _EVERY_EPOCH and not others):
-        form, left = shape
+    if form and (order or not out or form in _PLAIN or form is _EVERY_EPOCH and not others):
         # files that are opened too are not the cause; one core may be, whatever it computes
         if form in _PLAIN: out = [f for f in out if form is _CROPPED and f.cause == _SERIAL.cause]
-        after = m.pipeline * left if form is order else m.pipeline - (1 - left) * min(added, m.pipeline)
+        after = 0. if form is order else m.pipeline - added
         out.insert(0, finding(
             seen, form.cause,
             f'the step waits {waits:.0%} of the time for its batch; stage {stage.name}{_of(stage)} takes '
             f'{ms(added)} of the {ms(m.pipeline)} that a batch takes',
-            form.fix, 1., min(1., max(step, after) / period), seen.loop[1], form.change, spread=.3))
+            form.fix, 1., seen.loop[1], form.change, min(1., max(step, after) / period)))
         # what fills the buffer may cost more, in the later batches too
-        if filled and form in _PLAIN and out[0].predicted_gain > filled.predicted_gain: filled = None
+        if filled and out[0].gain > filled.gain: filled = None
     if filled: return [filled]
     if stage: out += _in_double(seen, stage, waits, min(1., added / m.pipeline))
     missing = None if out else find_missing_prefetch(case)
     if missing: out.append(missing)
     where = {'place': str(seen.loop[1]), 'line': seen.loop[1].text} if seen.loop[1] else {}
     # without a cause a small gain does not help
-    rest = [f for f in [find_input_bound(case)] if f.predicted_gain >= _NO_CAUSE]
+    rest = [f for f in [find_input_bound(case)] if f.gain >= _NO_CAUSE]
     return [f if f.place else replace(f, **where) for f in out or rest]
 
 # %% ../../nbs/monitor/input_rules.ipynb #e1b00002
@@ -475,21 +469,19 @@ def find_validation(seen: _Seen) -> list[Finding]:
         known = _host_part(dataset)[0].cardinality().numpy()
         order = _order(stages(dataset), validated.total, known <= 0 or count >= .9 * known)
         if order in (_PART_OF_CACHE, _REPEATED):
-            left = .2   # where reading it again would call the program's Python
-            if not python_operations(dataset):
-                left = max(.02, 1 - sum(drain(iter(dataset), count, 3.)) / each)
+            left = 0.   # where reading it again would call the program's Python
+            if not python_operations(dataset): left = max(0., 1 - sum(drain(iter(dataset), count, 3.)) / each)
             return [finding(
                 seen, _PART_OF_CACHE.cause,
                 f'{about}, and its cache is thrown away each time, because it is never read to its end',
                 'take() before cache(), and leave validation_steps out; without take(), all rows are '
-                'validated', share, left, seen.loop[1], 'validation.take(validation_steps).cache()',
-                spread=1.)]
+                'validated', share, seen.loop[1], 'validation.take(validation_steps).cache()', left)]
     if share < .4: return []
     return [finding(
         seen, 'validation in each epoch', about,
         'validate less often (validation_freq) or on fewer rows (validation_steps), in larger batches, and '
         'cache() what its pipeline computes; callbacks that wait for val_loss see it less often',
-        share, .2, seen.loop[1], 'model.fit(..., validation_freq=5)', spread=.3)]
+        share, seen.loop[1], 'model.fit(..., validation_freq=5)')]
 
 def find_filled_again(seen: _Seen) -> list[Finding]:
     "`fit` in a loop, each time with a shuffle buffer that is filled from the start."
@@ -515,7 +507,7 @@ def find_ended_passes(seen: _Seen) -> list[Finding]:
         f'{len(ends)} passes over a dataset ended; each waits {ms(share * seen.seconds / len(ends))} until '
         f'tf.data has stopped its own tuning (AUTOTUNE), which takes {share:.0%} of the time',
         'one iterator for all epochs',
-        share, .03, place,
+        share, place,
         'batches = iter(dataset.repeat())   # before the loop\n'
         'for _ in range(len(dataset)): step(next(batches))   # an epoch\n'
         '# in fit: dataset.repeat(), and steps_per_epoch')]
@@ -529,7 +521,7 @@ def find_new_iterators(seen: _Seen) -> list[Finding]:
     if made.total < max(8, .8 * len(inside)) or made.alike < 2 or share < .12: return []
     dataset, known = made.last, _host_part(made.last)[0].cardinality().numpy()
     if known == 1: return []
-    period, left = seen.seconds / max(1, len(seen.steps)), .2
+    period, left = seen.seconds / max(1, len(seen.steps)), 0.
     if not python_operations(dataset):
         left = min(1., statistics.median(_read(_repeat_if_finite(dataset))[2] or [0.]) / (share * period))
     return [finding(
@@ -538,5 +530,5 @@ def find_new_iterators(seen: _Seen) -> list[Finding]:
         f'threads, its shuffle buffer), and gives its first batch; that takes {share:.0%} of the time',
         'make one iterator before the loop; each next() then gives the next batch, and not the first one '
         'again',
-        share, left, seen.loop[1],
-        'batches = iter(dataset.repeat())   # before the loop\nbatch = next(batches)', spread=.5)]
+        share, seen.loop[1],
+        'batches = iter(dataset.repeat())   # before the loop\nbatch = next(batches)', left)]

@@ -219,8 +219,9 @@ def stage_seconds(
     known = [s for s in stages(dataset) if s.elements and s.name not in ('Prefetch', 'Options', 'Repeat')]
     if not known: return []
     options, share = _host_part(dataset)[0].options(), seconds / len(known)
-    ticks = [_ticks(s.dataset.with_options(options), s.elements) for s in known]
-    return [(s, steady_mean(drain(each, batches, share))) for s, each in zip(known, ticks)]
+    # one iterator at a time: each behind a shuffle fills a buffer of its own
+    of = lambda s: drain(_ticks(s.dataset.with_options(options), s.elements), batches, share)
+    return [(s, steady_mean(of(s))) for s in known]
 
 # %% ../../nbs/monitor/loop.ipynb #fc2bbd16
 def tf_sleep(microseconds, value):

@@ -98,7 +98,8 @@ MARKS = (
                                                                    '_create_concrete_function'), True),
     _Mark('trace', 'framework/func_graph.py', ('func_graph_from_py_func',), True),
     _Mark('save', 'keras/src/saving/'), _Mark('save', 'tensorflow/python/checkpoint/'),
-    _Mark('save', 'tensorflow/python/training/saver'), _Mark('save', 'h5py/'),
+    _Mark('save', 'tensorflow/python/training/saver'),
+    _Mark('save', 'h5py/', ('create_dataset', 'create_group', '__setitem__', 'write_direct', 'flush')),
     _Mark('summary', 'ops/summary_ops_v2.py'), _Mark('summary', 'tensorboard/'),
     _Mark('callback', 'keras/src/callbacks/callback_list.py', (), True),
     _Mark('input', 'data/ops/iterator_ops.py',
@@ -106,6 +107,7 @@ MARKS = (
     _Mark('input', 'keras/src/trainers/data_adapters/'), _Mark('pipeline', 'tensorflow/python/data/ops/'),
     _Mark('fetch', 'framework/ops.py', ('numpy', '_numpy', '__array__', '__float__', '__int__', '__bool__',
                                         '__format__', '__repr__', '__str__', '__index__', 'tolist')),
+    _Mark('convert', 'framework/constant_op.py', ('convert_to_eager_tensor',)),
     _Mark('graph', 'polymorphic_function/polymorphic_function.py', ('__call__', '_call')),
     _Mark('graph', 'polymorphic_function/concrete_function.py'), _Mark('graph', 'client/session.py'),
     _Mark('eager', 'tensorflow/python/'), _Mark('eager', 'keras/src/'), _Mark('numpy', 'numpy/'))
