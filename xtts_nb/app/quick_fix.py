@@ -114,7 +114,7 @@ def _apply_settings(
             then = None
             gc.collect()   # free a model before the next one is built
         fix = ', '.join(f'{key} = {value}' for key, value in keys.items()) or finding.fix
-        trials.append(_FixTrial(finding.cause, fix, finding.predicted_gain, gain, kept,
+        trials.append(_FixTrial(finding.cause, fix, finding.gain, gain, kept,
                                    alters=alters))
         say(trials[-1].line())
     return config, trials
