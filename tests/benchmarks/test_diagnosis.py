@@ -21,10 +21,9 @@ ALL = cases()
 SICK = [c for c in ALL if not c.healthy]
 BY_NAME = {p.name: p for p in TRAININGS}
 
-
 # --- programs that others reported --------------------------------------------------------------------------
 
-def test_the_ward_is_whole():
+def test_the_set_is_whole():
     "A folder for each case, both halves large enough, each kind and way of training, no source twice."
     folders = {f.name for f in FOLDER.iterdir() if f.is_dir() and f.name != '__pycache__'}
     assert folders == {c.name for c in ALL}
@@ -76,7 +75,7 @@ def said(*findings, **more): return {'findings': [*findings], 'notes': [], 'seco
     ([finding(fix='no parallel')], None, None), ([finding('num_parallel_calls')], None, None),
     ([finding(fix='num_parallel_calls=8')], None, 1),
     ([finding('no parallel'), finding(change='map(f, num_parallel_calls=8)')], 1, 2), ([], None, None)])
-def test_a_cause_is_named_and_a_cure_led_to_by_the_first_two(findings, named, led):
+def test_a_cause_is_named_and_a_fix_led_to_by_the_first_two(findings, named, led):
     row = judge(SLOW, said(*findings))
     assert (row['named'], row['led'], row['half'], row['kind']) == (named, led, 'development', 'serial map')
     assert 'gain' not in row
@@ -100,7 +99,6 @@ def test_each_half_is_counted_by_itself():
     assert found['scored'] == dict.fromkeys(found['scored'], 0) | {
         'healthy': 2, 'false_alarms': 1, 'longest_seconds': 9.}
 
-
 def test_what_is_published_hides_the_scored_half():
     rows = [judge(SLOW, said(finding('no parallel')), 2.), judge(WELL, said(finding('a secret')))]
     shown = score.published(rows)
@@ -117,7 +115,6 @@ def test_a_case_is_diagnosed_as_its_user_would():
     assert row['measured'] > 1.3   # the fixed program is faster
     assert row['case'] == name and done.json['development']['named'] == 1
 
-
 # --- programs with a cause that was planted -----------------------------------------------------------------
 
 def first(data, batches=1): return list(itertools.islice(data, batches))
@@ -130,7 +127,6 @@ def test_both_pipelines_deliver_the_same(name, batches):
     slow, fixed = (first(arm()[0], batches) for arm in (BY_NAME[name].slow, BY_NAME[name].fixed))
     np.testing.assert_allclose(slow, fixed, rtol=1e-6)
     assert len(slow) == batches
-
 
 def watched(arm, times=3):
     "What the later ones of some steps did, and all results."
@@ -161,8 +157,7 @@ def test_a_fix_takes_the_cause_away_and_keeps_the_results(name, what, before, af
         assert all(i.calls[0].function._jit_compile for i in slow) and results == pytest.approx([64.] * 3)
     if name.endswith('retracing'): assert len(set(results)) == 3   # the number of the step is used
 
-
-def test_patients_are_counted():
+def test_trainings_are_counted():
     row = dict(kind='real', right=True, measured=2., true=True)
     rows = [row, row | {'right': False, 'true': False}, row | {'kind': 'emulated', 'true': None},
             row | {'measured': None}, row | {'measured': None, 'right': False}]
@@ -172,7 +167,7 @@ def test_patients_are_counted():
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_patients_that_compute_and_healthy_ones():
+def test_trainings_that_compute_and_healthy_ones():
     """What helps on this machine is named, and what has no cause is left alone; the script records the gains.
 
     How many fixes help depends on the machine, so one of them is enough here."""

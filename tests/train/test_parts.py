@@ -30,9 +30,7 @@ from xtts_nb.train.parts import (
     _Crops, _DVAEUpdate, _DecoderUpdate, Windows, _limits, _other, _make_bank, _mel_distance,
     new_decoder_run)
 
-
 def same(a, b): return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
-
 
 # --- the DVAE -------------------------------------------------------------------------------------
 
@@ -70,7 +68,6 @@ def test_a_broken_batch_changes_neither_weights_nor_codebook(small):
     assert same(before, {name: v.numpy() for name, v in update.state.items()})
     assert update({'mel': tf.random.normal((2, 16, 80))}, tf.constant(1))['skipped'] == 0
     assert not same(before, {name: v.numpy() for name, v in update.state.items()})
-
 
 # --- the decoder ----------------------------------------------------------------------------------
 
@@ -195,7 +192,6 @@ def test_the_reference_is_another_clip_where_there_is_one(bank, tiny):
     of_three = [[int(_other(row, 5, 3, draw)) for draw in (0, 1)] for row in (5, 6, 7)]
     assert of_three == [[6, 7], [5, 7], [5, 6]] and int(_other(5, 5, 1, 0)) == 5
 
-
 def test_one_update_moves_all_three_networks(bank, tiny):
     def made():
         keras.utils.set_random_seed(0)
@@ -290,7 +286,6 @@ def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_p
         _make_bank(XTTS.load(model), cache, tmp_path / 'bank')
     assert not (tmp_path / 'bank').exists()
     assert len(_make_bank(XTTS.load(model), cache, tmp_path / 'bank', tmp_path / 'elsewhere')) == len(cache)
-
 
 # --- the commands ---------------------------------------------------------------------------------
 
