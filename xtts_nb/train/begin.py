@@ -287,7 +287,7 @@ def begin(
               'name a cache with `data`, made by xtts-nb prepare CORPUS --out CACHE')
     if val and val_data:
         raise UserError('`val` and `val_data` both hold clips out; give one of them.')
-    gpus = {name: options.pop(name) for name in _DEVICE_OPTIONS if name in options}
+    gpus = {name: options.pop(name) for name in _DEVICE_OPTIONS if options.get(name) is not None}
     if fit_memory: _check_fit(gpus)
     devices = _devices(gpus, one=bool(gpus or fit_memory or buffer_size or mix), say=say)
     make, replicas = _maker(devices)   # first: a strategy is made before anything is computed
