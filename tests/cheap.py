@@ -12,7 +12,6 @@ HELD = ['low-0', 'low-3', 'high-6']   # held-out clips
 # what may differ between two equal runs
 CLOCKS = 'clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'
 
-
 _READ = {}   # what a plan is made of -> step -> batch
 
 def read_eagerly(plan, first: int, last: int):
@@ -25,7 +24,6 @@ def read_eagerly(plan, first: int, last: int):
     for step in range(first, last):
         if step not in known: known[step] = reader(tf.constant(step, tf.int64))
         yield dict(known[step])
-
 
 class Cheap(Trainer):
     "A trainer whose step is one small, exactly repeatable update, to try the loop around it."
@@ -51,12 +49,10 @@ class Cheap(Trainer):
         self.optimizer.iterations.assign_add(1)
         return {'loss': loss, 'text_loss': loss / 2, 'code_loss': loss / 3, 'gradient_norm': tf.square(loss)}
 
-
 class Given(Cheap):
     "The same, with given validation losses."
     losses = [3., 2., 2.5, 2., 1., 4., 4., 4.]
     def validate(self): return {'val_loss': self.losses[self.step // self.training.validate_every - 1]}
-
 
 class Broken(Cheap):
     "Whose losses are not finite at some updates."
@@ -69,7 +65,6 @@ class Broken(Cheap):
             v.assign(tf.where(bad, value, v.value))
         flag = tf.cast(bad, 'float32')
         return {k: tf.where(bad, np.nan, v) for k, v in losses.items()} | {'skipped': flag, 'bad': flag}
-
 
 def lines_of(run) -> list[dict]:
     "The metrics of a run, without times."

@@ -1,6 +1,5 @@
 "A clock that moves only when a test moves it."
 
-
 class Clock:
     "Stands for the module `time` in one module: `monkeypatch.setattr(module, 'time', Clock())`."
     def __init__(self, now: float = 100.): self.now, self.cpu = now, now

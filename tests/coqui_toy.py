@@ -14,10 +14,8 @@ WORDS = 'the old dog sleeps all day in the bay and every boat waits for wind'
 SPELLINGS = {'new': ('parametrizations.weight.original0', 'parametrizations.weight.original1'),
              'old': ('weight_g', 'weight_v')}
 
-
 def tokenizer():
     return train_tokenizer([WORDS], ['en', 'de'], size=64)
-
 
 def config(small: bool = False) -> XTTSConfig:
     "A checkpoint that coqui-tts can build; `small` has a smaller voice than its classes allow."
@@ -28,7 +26,6 @@ def config(small: bool = False) -> XTTSConfig:
         dvae=dict(hidden=32, codebook_dim=16, codes=64, resnet_blocks=2),
         gpt=dict(num_layers=2, hidden_dim=64, num_heads=4, text_tokens=tokenizer().size, max_text_tokens=60,
                  max_audio_codes=90))})
-
 
 def numbers(name: str, shape: tuple) -> np.ndarray:
     "Random numbers that depend on the name only, of a size that keeps activations near 1."
@@ -41,7 +38,6 @@ def numbers(name: str, shape: tuple) -> np.ndarray:
                          else 0)
     embedding = 'embedding' in name or name.endswith(('latents', 'embed'))
     return x * np.float32(0.5 if embedding else prod(shape[1:])**-0.5).__float__()
-
 
 def tensors(cfg: XTTSConfig, spelling: str = 'new') -> dict:
     "`{file: {name: array}}` of the whole checkpoint."
@@ -61,7 +57,6 @@ def tensors(cfg: XTTSConfig, spelling: str = 'new') -> dict:
         files['model.pth'][name.replace('running_mean', 'num_batches_tracked')] = np.array(7)
     return files
 
-
 def settings() -> dict:
     g = config().model.gpt
     audio = {'sample_rate': 22050, 'output_sample_rate': 24000}
@@ -74,7 +69,6 @@ def settings() -> dict:
         gpt_stop_text_token=0, gpt_num_audio_tokens=66, gpt_start_audio_token=64, gpt_stop_audio_token=65,
         gpt_use_masking_gt_prompt_approach=True, gpt_use_perceiver_resampler=True,
         decoder_input_dim=g.hidden_dim)}
-
 
 def write_settings(folder: Path):
     "The two files that hold no tensors."

@@ -8,7 +8,6 @@ import numpy as np
 import safetensors.numpy
 import tensorflow as tf
 
-
 class Fake:
     "Codes by loudness; another `gain` makes other codes, other `stats` other mels."
     def __init__(self, gain=1., stats=5.): self.gain, self.mel_stats = gain, np.full(80, stats, np.float32)
@@ -38,7 +37,6 @@ class Dying(Fake):
             return np.int32(0)
         with tf.control_dependencies([tf.numpy_function(count, [], tf.int32)]):
             return tf.identity(super().encode(mel))
-
 
 def largest_file(size: int):
     "No file of this process may grow beyond `size` bytes, which fails as a full disk does."

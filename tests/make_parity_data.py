@@ -17,7 +17,6 @@ from xtts_nb.models.convert import _write_pth
 
 HERE = Path(__file__).parent
 
-
 def inputs():
     from benchmarks.parity import make_inputs
     from xtts_nb.data.audio import synthetic_voice
@@ -25,13 +24,11 @@ def inputs():
     return make_inputs([synthetic_voice(0.4)], cfg.gpt.text_tokens, cfg.gpt.hidden_dim, cfg.dvae.codes,
                        states=6)
 
-
 def utterance():
     "Two references in pieces of a second; the first is longer than the part that is used."
     from benchmarks.parity import utterance_inputs
     from xtts_nb.data.audio import synthetic_voice
     return utterance_inputs([synthetic_voice(2.2, 100), synthetic_voice(1.6, 190)], ['en', 'de'], codes=16)
-
 
 def main(coqui_python):
     with tempfile.TemporaryDirectory() as folder:
@@ -52,12 +49,10 @@ def main(coqui_python):
         np.savez_compressed(HERE / 'stored' / f'{name}.npz', **arrays)
         print({k: v.shape for k, v in arrays.items()}, (HERE / 'stored' / f'{name}.npz').stat().st_size)
 
-
 def speaker_mel():
     from xtts_nb.data.audio import _mel_triangles
     filters = _mel_triangles(512, 16000, 64, 8000.)[0].astype(np.float32)
     window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(400) / 400)
     return {'1.mel_scale.fb': filters, '1.spectrogram.window': window.astype(np.float32)}
-
 
 if __name__ == '__main__': main(sys.argv[1])

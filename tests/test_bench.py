@@ -8,12 +8,10 @@ from clock import Clock
 from xtts_nb import bench
 from xtts_nb.bench import accelerator_utilisation, compare, Comparison, _emulated_steps, fed_steps
 
-
 @pytest.fixture
 def clock(monkeypatch):
     monkeypatch.setattr(bench, 'time', Clock(0.))
     return bench.time
-
 
 def test_arms_take_turns_and_the_warm_up_does_not_count(clock):
     log, first, seen = [], {'a': 9., 'b': 9.}, []

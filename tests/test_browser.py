@@ -39,7 +39,6 @@ NotebookClient(page, timeout=900).execute()
 nbformat.write(page, sys.argv[1])
 '''
 
-
 @pytest.fixture(scope='module')
 def browser():
     "Chromium of this machine, or the one that Playwright fetched; None without one or what drives it."
@@ -54,7 +53,6 @@ def browser():
         yield browser
         browser.close()
 
-
 @pytest.fixture(scope='module')
 def pages(tmp_path_factory) -> Path:
     "The lessons and nothing beside them, as Colab opens them: without outputs, and with a last cell."
@@ -66,7 +64,6 @@ def pages(tmp_path_factory) -> Path:
                                   'metadata': {}, 'execution_count': None})
         (home / lesson.name).write_text(json.dumps(notebook), encoding='utf-8')
     return home
-
 
 @pytest.fixture(scope='module')
 def user(wheels, tmp_path_factory) -> dict:
@@ -87,7 +84,6 @@ def user(wheels, tmp_path_factory) -> dict:
     links = f'{wheels[0].parent} {os.environ.get("PIP_FIND_LINKS", "")}'.strip()
     return kept | {'PIP_FIND_LINKS': links, 'JUPYTER_PATH': str(home), 'CUDA_VISIBLE_DEVICES': '-1',
                    'PATH': f'{python.parent}{os.pathsep}{os.environ["PATH"]}'}
-
 
 @pytest.fixture(scope='module')
 def lab(browser, pages, user, tmp_path_factory):
@@ -121,7 +117,6 @@ def lab(browser, pages, user, tmp_path_factory):
             server.terminate()
             server.wait(20)
 
-
 def run_all(page, lab: str, name: str) -> set[str]:
     "Run every cell of a notebook in JupyterLab; the frames that the live view has shown."
     page.set_default_timeout(60_000)
@@ -141,7 +136,6 @@ def run_all(page, lab: str, name: str) -> set[str]:
     page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
     return frames - {None}
 
-
 def check_seen(page, frames: set[str], cells: list[dict], stem: str):
     "The live view moved, and its picture, with two arms, is where it was; for people, in runs/browser."
     assert len(frames) > 3 and not page.locator(LIVE).count(), 'the live view did not move'
@@ -158,7 +152,6 @@ def check_seen(page, frames: set[str], cells: list[dict], stem: str):
         picture = picture.locator('.jp-RenderedImage img, .jp-RenderedSVG img').first
         kind = 'svg+xml' if len(arms[i]) > 1 else 'png'   # a comparison is played again
         assert picture.get_attribute('src').startswith(f'data:image/{kind}')
-
 
 @pytest.mark.parametrize('lesson', LESSONS, ids=lambda path: path.stem)
 def test_a_lesson_runs_and_shows_its_arms(user, pages, browser, lab, lesson):

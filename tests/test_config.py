@@ -12,7 +12,6 @@ from xtts_nb.config import (
 
 DEFAULT = XTTSConfig()
 
-
 # --- YAML and dictionaries ----------------------------------------------------------------------------------
 
 def test_yaml_goes_there_and_back(tmp_path):
@@ -65,7 +64,6 @@ def test_replace_keeps_the_rest_and_settings_are_frozen():
     with pytest.raises(ValueError, match='frozen'): config.data.batch_size = 3
     with pytest.raises(UserError, match='huge'): XTTSConfig.preset('huge')
 
-
 # --- the workspace ------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -105,7 +103,6 @@ def test_a_bad_file_is_named(outside, text, part):
 def test_what_people_write_is_read(outside, text, data):
     write(outside, text)
     assert workspace().data == outside / data
-
 
 # --- TensorFlow ---------------------------------------------------------------------------------------------
 
@@ -182,7 +179,6 @@ def test_a_request_that_comes_too_late_is_shown():
     tf.constant(0)   # TensorFlow has started
     kept = tf.config.threading.get_intra_op_parallelism_threads()
     assert setup_tf(threads=kept + 1)['intra-op threads'] == (kept + 1, kept)
-
 
 # --- what XLA compiled (00_config reads it again), and the cores of a container -----------------------------
 

@@ -25,7 +25,6 @@ from xtts_nb.files import (
     append_line, atomic_file, atomic_folder, _check_own, _check_writable, fingerprint, inside, load_weights,
     locked, named_weights, read_json, _read_json_lines, read_tensors, save_weights, write_json, write_tensors)
 
-
 # --- files and folders ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('files', [3, 60])
@@ -136,7 +135,6 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, space, line):
     append_line(path, 'سلام')
     assert path.read_text(encoding='utf-8') == 'first\nسلام\n'
 
-
 # --- what a killed writer leaves, and what is not ours ------------------------------------------------
 
 MINE = 'out.20251129.old', 'out.7.part', 'out.host-7.old', f'out.0a1b2c3d{files._PART}'
@@ -227,7 +225,6 @@ def test_a_mount_point_is_filled_from_within(tmp_path):
         assert done.stdout == 'b\n', done.stderr
     assert tree(tmp_path / 'here') == {'b': b'b'}
 
-
 # --- locks --------------------------------------------------------------------------------------------
 
 HOLD = '''
@@ -276,7 +273,6 @@ def test_a_disk_without_locks_is_used_without(tmp_path, monkeypatch):
     with atomic_folder(tmp_path / 'out') as part: (part / 'x').write_text('1')
     assert (tmp_path / 'out/x').is_file()
 
-
 # --- names, JSON, fingerprints ------------------------------------------------------------------------
 
 @pytest.fixture
@@ -311,7 +307,6 @@ def test_json_is_text_in_any_language_and_a_bad_file_is_named(tmp_path):
 def test_a_fingerprint_is_that_of_caches_and_runs_that_exist():
     known = hashlib.sha256(b'ab' + b'{"a": 2, "b": [1]}').hexdigest()[:16]
     assert fingerprint(b'ab', {'b': [1], 'a': 2}) == known != fingerprint('ab', {'b': [1], 'a': 2})
-
 
 # --- tensors by name ----------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 GUIDES = Path(__file__).parents[1] / 'nbs/guides'
 
-
 def source(page: str, kind: str) -> list[str]:
     cells = json.loads((GUIDES / f'{page}.ipynb').read_text(encoding='utf-8'))['cells']
     return [''.join(c['source']) for c in cells if c['cell_type'] == kind]
@@ -19,7 +18,6 @@ def source(page: str, kind: str) -> list[str]:
 def blocks(page: str, language: str = 'python') -> list[str]:
     "The blocks of code in the text of a page, in order."
     return re.findall(rf'```{language}\n(.*?)```', '\n'.join(source(page, 'markdown')), re.S)
-
 
 @pytest.mark.filterwarnings('ignore')   # of the library's own code only; this code is the reader's
 def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
@@ -48,7 +46,6 @@ def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
     assert code == blocks('idle_gpu_fa') and source('technical', 'code') == source('technical_fa',
                                                                                    'code') != []
 
-
 # speech, several processes or machines, many clips, the full size, files of others, whole benches: each has
 # tests of its own; and what a shell does
 ELSEWHERE = ('xtts-nb corpus', 'xtts-nb tune', 'voice/run', 'serve', '--shard', 'merge',
@@ -72,7 +69,6 @@ def commands_of(page: str) -> list[list[str]]:
 PAGES = {'quick_start': 11, 'user_guide': 17, 'testing_guide': 2, 'idle_gpu': 5}   # commands that are run
 MADE = """runs/mine runs/both runs/tuned models/tuned models/fa runs/fa runs/graph book.wav hello.wav speaks
     report/report.html learning_rate.png voices/anna.safetensors load.csv cache/tuning""".split()
-
 
 @pytest.mark.slow
 def test_the_commands_of_the_guides(corpus, mini, cheap, ran, tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ from dev.wheel import shown
 
 pytestmark = pytest.mark.slow
 
-
 def test_the_wheel_holds_the_library_its_pages_and_their_records(wheels):
     one, two = ({i.filename: i.CRC for i in zipfile.ZipFile(wheel).infolist()} for wheel in wheels)
     assert one == two   # of the source, and of the sdist
@@ -20,7 +19,6 @@ def test_the_wheel_holds_the_library_its_pages_and_their_records(wheels):
     records = {f'xtts_nb/notebooks/benchmarks/{name}' for name in shown(ROOT / 'benchmarks')}
     assert {*one} - info == {*library, 'xtts_nb/py.typed', 'xtts_nb/speech/page.html', *pages, *records}
     assert [n for n in info if n.endswith('licenses/LICENSE')]
-
 
 COMMANDS = """
 import shlex, sys, xtts_nb, xtts_nb.data.cache as c

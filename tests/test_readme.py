@@ -9,7 +9,6 @@ from xtts_nb.records import recorded
 
 GUIDES = 'idle_gpu', 'quick_start', 'technical', 'testing_guide', 'troubleshooting', 'user_guide'
 
-
 def test_readme_is_the_index_page_and_links_every_other():
     text, pictures = pages.readme()
     assert (ROOT / 'README.md').read_text(encoding='utf-8') == text, 'run `make readme`'
@@ -19,13 +18,11 @@ def test_readme_is_the_index_page_and_links_every_other():
     here = {p.relative_to(ROOT).as_posix() for p in notebooks()} - {'nbs/index.ipynb'}
     assert [p for p in here if f'({p})' not in text] == []
 
-
 def test_the_persian_readme_leads_to_pages_and_commands_that_there_are():
     text, english = ((ROOT / f'README{end}.md').read_text(encoding='utf-8') for end in ('.fa', ''))
     assert {f'nbs/guides/{page}_fa.ipynb' for page in GUIDES} < {*re.findall(r'\]\(([^)#]+)', text)}
     commands = ''.join(re.findall(r'```sh\n(.*?)```', text, re.DOTALL)).splitlines()
     assert len(commands) > 2 and [c for c in commands if c not in english] == []
-
 
 def test_figures_in_persian_are_those_of_the_record():
     arm = {row['name']: row for row in recorded('busy', ROOT / 'benchmarks')[-1]['rows']}
@@ -37,7 +34,6 @@ def test_figures_in_persian_are_those_of_the_record():
         for figure in shown:
             persian = f'{figure:.0f}'.translate(str.maketrans('0123456789', '۰۱۲۳۴۵۶۷۸۹'))
             assert re.search(rf'(?<!\w){persian}(?!\w)', text), (page, figure)
-
 
 @pytest.mark.parametrize('path', [ROOT / 'README.md', ROOT / 'README.fa.md', *notebooks()],
                          ids=lambda p: p.name)

@@ -22,7 +22,6 @@ NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in tree.noteb
 DRAWN = [pytest.param(nb, cell, id=f'{stem}-{cell.id}') for stem, nb in NOTEBOOKS.items()
          for cell in records.record_cells(nb)]
 
-
 def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
     known = sorted(_WRITERS | _TOOLS, key=len, reverse=True)
@@ -62,13 +61,11 @@ def test_the_wheel_holds_the_records_that_pages_show():
         best = headline(page, ROOT / 'benchmarks')
         assert best is None or (page, key(best)) in shown
 
-
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_a_part_as_it_would_run_on_a_lent_gpu(cheap_xla):
     assert records.main(['renew', '--rehearse', '--part', 'model']) == 0
     assert sorted((ROOT / 'benchmarks').glob('*.json')) == FILES   # it leaves no record
-
 
 ROWS = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 2., 'spread': 0.25}]
 NOISY = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 9., 'spread': 0.251}]

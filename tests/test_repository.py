@@ -17,12 +17,10 @@ LESSONS = {'00_config': 'config', '10_data_tf_native': 'data.native', '20_model'
            '60_speech': 'speech.generate'}
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))
 
-
 def cells(path, kind: str) -> list[dict]:
     "The cells of one kind, `source` joined."
     found = json.loads(path.read_text(encoding='utf-8'))['cells']
     return [{**c, 'source': ''.join(c['source'])} for c in found if c['cell_type'] == kind]
-
 
 # Split, so that this file passes its own test.
 ELSEWHERE = re.compile(r'''(?<![\w.~$}:/<-])/(?:home|root|work|tmp|opt|mnt|Users|private)(?=/\w)'''
@@ -39,7 +37,6 @@ def test_no_path_of_one_machine():
         found += [f'{name}: {m[0]}' for m in ELSEWHERE.finditer(text)]
         if BESIDE in text: found.append(f'{name}: {BESIDE}')
     assert not found
-
 
 def test_each_module_has_one_page_and_each_page_its_room():
     def module(path):
@@ -59,7 +56,6 @@ def test_each_module_has_one_page_and_each_page_its_room():
                        *({'section': title, 'contents': f'{folder}/*.ipynb'}
                          for folder, title in [*tree.ROOMS.items()][2:])]
 
-
 def test_pages_read_as_pages_and_store_their_outputs():
     for path in NOTEBOOKS:
         markdown, code = [c['source'] for c in cells(path, 'markdown')], cells(path, 'code')
@@ -68,14 +64,12 @@ def test_pages_read_as_pages_and_store_their_outputs():
         assert outputs or not code or path.stem == 'index', f'{path}: run `nbdev-test --save` on it'
         assert not [o for o in outputs if o['output_type'] == 'error'], path
 
-
 def test_a_guide_in_persian_has_the_same_commands():
     for guide in 'idle_gpu', 'quick_start', 'testing_guide', 'troubleshooting', 'user_guide':
         texts = ['\n'.join(c['source'] for c in cells(ROOT / f'nbs/guides/{page}.ipynb', 'markdown'))
                  for page in (guide, f'{guide}_fa')]
         english, persian = (re.findall(r'xtts-nb [^`\n]+', text) for text in texts)
         assert english == persian and len(english) > 7, guide
-
 
 # a room imports only itself and the rooms before it; '' is the root
 ORDER = ['', 'monitor', 'data', 'models', 'speech', 'train', 'app']
@@ -104,7 +98,6 @@ def test_imports_follow_the_order_of_the_rooms_without_a_circle():
         for name in free: del left[name]
     assert not left, 'these import each other'
 
-
 # modules that are imported one after the other, and what none up to then may have imported
 LIGHT = {'xtts_nb': ['numpy', 'pydantic'], 'xtts_nb.config': [], 'xtts_nb.files': ['numpy'],
          'xtts_nb.settings': [], 'xtts_nb.app.download': ['pooch', 'huggingface_hub', 'tqdm'],
@@ -121,7 +114,6 @@ def test_imports_are_light():
                           check=True)
     assert done.stdout.splitlines() == [f'{name} []' for name in LIGHT]
 
-
 def test_the_names_that_people_import_are_here():
     import xtts_nb
     assert [name for name in dir(xtts_nb) if name[0] != '_'] == xtts_nb.__all__ and {*xtts_nb.__all__} == {
@@ -131,7 +123,6 @@ def test_the_names_that_people_import_are_here():
     headings = re.findall(r'^## \[?([^\]\s]+)', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'),
                           re.MULTILINE)
     assert headings[0] == xtts_nb.__version__
-
 
 def test_lock_file_covers_the_dependencies_and_nothing_of_one_machine():
     key = lambda requirement: re.match(r'[\w.-]+', requirement)[0].lower().replace('_', '-')

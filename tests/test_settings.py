@@ -30,7 +30,6 @@ from xtts_nb.train.parts import _Bank, _Crops, _DecoderUpdate, Windows, _window_
 
 WAV = synthetic_voice(2.)
 
-
 # --- observers: (settings, world) -> observation; the same settings give the same --------------------------
 
 def mel(config, world): return log_mel(WAV, config.model.audio.dvae_n_fft, config.model.audio)
@@ -81,8 +80,8 @@ def updated(config, world):
     applied, shares = [], []
     update = _make_update(gpt, config.training.gpt, [])
     update.optimizer.apply = lambda gradients, weights: applied.extend(gradients)
-    share = update.share
-    update.share = lambda batch, *rest: shares.append(len(batch['text'])) or share(batch, *rest)
+    share = update.gradients_of
+    update.gradients_of = lambda batch, *rest: shares.append(len(batch['text'])) or share(batch, *rest)
     batch = {'text': draw.integers(3, 40, (4, 5)), 'codes': draw.integers(0, 32, (4, 6)),
              'text_length': [5] * 4, 'code_length': [6] * 4}
     batch = {name: tf.constant(x, tf.int32) for name, x in batch.items()}
@@ -225,7 +224,6 @@ def qkv(config, world):
 
 def in_time(config, world): return speaker(config)._at_speed(tf.ones((1, 8, 2)))
 
-
 # --- the table: key -> changed value, observer, settings on both sides --------------------------------------
 
 ADAPTED = {'training.gpt.finetune': 'lora', 'training.gpt.lora_rank': 4}
@@ -301,7 +299,6 @@ def shared(part: str, drawn) -> dict:
 
 TABLE |= shared('dvae', crops) | shared('decoder', windows)
 TABLE['training.decoder.weight_decay'] = 0.5, partial(moved, part='decoder')
-
 
 @pytest.fixture(scope='module')
 def base(small) -> XTTSConfig:

@@ -3,7 +3,6 @@ import pytest
 
 from process import xtts_nb
 
-
 @pytest.mark.slow
 def test_the_commands_of_the_first_page(speech, tmp_path):
     "`prepare` learns its DVAE, `train` 20 updates of the tiny preset in two shapes, `say` speaks."

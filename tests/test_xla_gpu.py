@@ -14,7 +14,6 @@ TOOL = Path(xla_gpu.__file__)
 BY_HOST = {'gradients, accumulation': (0, 1, 1),   # the parts of a batch; the host reads nothing
            'speech': (0, 1, 0)}   # it ends with the last text: the host reads a flag for each code
 
-
 @pytest.mark.slow
 def test_a_gpu_takes_every_program_and_the_host_decides_nothing_but_what_is_named():
     try: xla_gpu.setup()
@@ -32,7 +31,6 @@ def test_a_gpu_takes_every_program_and_the_host_decides_nothing_but_what_is_name
     for name, row in rows.items():   # the update writes in place, the gradients write nothing
         if name.startswith('update'): assert row['in_place'] > 0.99 * row['results'], name
         if name.startswith('gradients'): assert row['in_place'] == 0, name
-
 
 def test_the_plan_is_read_from_the_list_of_buffers():
     text = '''BufferAssignment:

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-
 def name(module: str, what: str) -> bytes: return f'c{module}\n{what}\n'.encode()
 def text(value: str) -> bytes: return b'X' + struct.pack('<I', len(value.encode())) + value.encode()
 def number(value: int) -> bytes: return b'J' + struct.pack('<i', value)
 def several(*parts: bytes) -> bytes: return b'(' + b''.join(parts) + b't'
 def call(function: bytes, *given: bytes) -> bytes: return function + several(*given) + b'R'
-
 
 def tensor(key: int, count: int, size: tuple, stride: tuple, offset: int = 0) -> bytes:
     "A tensor over the numbers of one key."
@@ -21,13 +19,11 @@ def tensor(key: int, count: int, size: tuple, stride: tuple, offset: int = 0) ->
     return call(name('torch._utils', '_rebuild_tensor_v2'), about, number(offset), *lengths, b'\x89',
                 call(name('collections', 'OrderedDict')))
 
-
 def write(path: Path, pickled: bytes, numbers: list[np.ndarray] = (), root: str = 'archive'):
     "A pickle without header and end, and the numbers under their keys."
     with zipfile.ZipFile(path, 'w') as archive:
         archive.writestr(f'{root}/data.pkl', b'\x80\x02' + pickled + b'.')
         for key, x in enumerate(numbers): archive.writestr(f'{root}/data/{key}', x.tobytes())
-
 
 def write_dict(path: Path, contents: dict, **more: bytes):
     "Dictionaries of float32 arrays; `more`: pickled values of other keys."

@@ -16,14 +16,12 @@ from tree import ROOT
 
 BUILD = 'import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))'
 
-
 def built(kind: str, source: Path, out: Path) -> Path:
     "The file that `build_wheel` or `build_sdist` makes of a source."
     done = subprocess.run([sys.executable, '-c', BUILD, kind, out], cwd=source, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr
     return out / done.stdout.splitlines()[-1]
-
 
 def build_wheels(home: Path) -> list[Path]:
     "The wheel of the tracked files, and the wheel of the sdist of these."
@@ -38,7 +36,6 @@ def build_wheels(home: Path) -> list[Path]:
     for name in ('one', 'two'): (home / name).mkdir()
     return [built('build_wheel', home / 'source', home / 'one'), built('build_wheel', source, home / 'two')]
 
-
 def install(wheel: Path, home: Path) -> Path:
     "The scripts of an environment that holds the wheel, and sees the other packages of this one behind it."
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', home], check=True)
@@ -49,7 +46,6 @@ def install(wheel: Path, home: Path) -> Path:
     # a folder in a .pth file: its own .pth files, and with them the checkout, are not read
     (own / 'beside.pth').write_text(sysconfig.get_path('purelib') + '\n')
     return python.parent
-
 
 def link_packages(home: Path, wheel: Path, extra: str):
     "Put what a wheel asks for, and a kernel, into an environment from this one, and no more."
@@ -71,11 +67,9 @@ def link_packages(home: Path, wheel: Path, extra: str):
     (info,) = (path for path in zipfile.Path(wheel).iterdir() if path.name.endswith('.dist-info'))
     link([*PathDistribution(info).requires, 'ipykernel'], [extra])
 
-
 def users_environment() -> dict:
     "The environment of a user: neither the checkout nor a setting of the tests."
     return {k: v for k, v in environment().items() if k not in ('MPLBACKEND', 'PYTHONPATH')}
-
 
 def there(scripts: Path, *command, cwd: Path, **settings) -> str:
     "What a command of the environment prints, outside the checkout."

@@ -22,7 +22,6 @@ from xtts_nb.train.step import MODES, choose_xla, step_modes
 
 TINY = XTTSConfig.tiny()
 
-
 class FakeStep:
     "A step whose losses, traces and weights are given."
     def __init__(self, losses=(3., 2., 1., *(0.99**i for i in range(1, 80))), traces=1, xla=True, moves=True,
@@ -105,7 +104,6 @@ def test_what_a_gpu_is_given_holds_nothing_that_it_cannot_do(small):
     assert {pair[:2] for pair in found} == {('data', 'float32 product'), ('data', 'layout')}
     assert {op for *_, op in found} <= {'MatMul', 'BatchMatMulV2', 'Einsum', 'Conv2D'}
 
-
 # --- the commands -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('result, code', [('PASSED', 0), ('SKIPPED', 0), ('FAILED', 1)])
@@ -185,7 +183,6 @@ def test_a_child_trains_with_the_settings(clean, cheap_xla):
     assert not [row for row in rows.values() if row['ok'] is False]
     assert [rows[name]['got'] for name in ('intra-op threads', 'XLA', 'precision')] == [
         2, choose_xla(GPTTraining(mode='auto', precision='float32'))[0], 'float32']
-
 
 # --- what a training needs, and what is changed for a finding -----------------------------------------------
 

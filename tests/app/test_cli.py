@@ -37,7 +37,6 @@ def leaves(group, path=()):
 
 COMMANDS = dict(leaves(typer.main.get_command(app)))
 
-
 @pytest.fixture(scope='session')
 def mini(mini):
     "In one shape, with fewer updates."
@@ -65,7 +64,6 @@ def session(corpus, mini, tmp_path_factory):
             assert code == 0, err.getvalue()
             done[name] = Done(code, out.getvalue(), err.getvalue())
     return done
-
 
 # --- help and names -----------------------------------------------------------------------------------------
 
@@ -129,7 +127,6 @@ def test_notebooks_are_copied_with_their_records(ran, tmp_path):
     copied = {p.relative_to(folder).as_posix() for p in folder.rglob('*.*')}
     assert {f for f in copied if not f.startswith('images/')} == {*files, *records, 'settings.ini'}
     assert 'nbdev_export' not in (folder / 'data/cache.ipynb').read_text(encoding='utf-8')
-
 
 # --- the form of every error: one sentence, no traceback, exit code 2, nothing written ---------------------
 
@@ -419,7 +416,6 @@ def test_a_full_disk_leaves_a_run_that_goes_on(session, tmp_path, size, name):
     assert main('train', '--run', run, '--steps', '8') == 0   # there is space again
     steps = [json.loads(line)['step'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
     assert steps[-4:] == [2, 4, 6, 8]
-
 
 # --- Ctrl-C -------------------------------------------------------------------------------------------------
 

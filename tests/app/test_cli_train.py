@@ -14,7 +14,6 @@ from xtts_nb.train import begin, caches, runs
 
 TINY = XTTSConfig.tiny()
 
-
 @pytest.fixture(scope='module')
 def mini(mini):
     "In one shape, with fewer updates at a constant rate."
@@ -47,7 +46,6 @@ def built(prepared, home, monkeypatch):
         (trainer,) = stopped.value.args
         return trainer
     return build
-
 
 # --- every option sets its keys; tests/test_settings.py shows the effect of each key ------------------------
 
@@ -105,7 +103,6 @@ def test_the_settings_are_shown_with_where_they_come_from(ran, home, prepared, m
     assert [*shown] == [*flat(prepared.config.model_dump())]
     assert {row['from'] for row in ran('config show --preset xtts_v2 --json').json['settings']} == {
         'preset xtts_v2', 'environment'}
-
 
 # --- corpora and older clips --------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from xtts_nb.train.runs import new_run
 
 CLIPS = _plan_corpus()
 
-
 # --- the corpus ---------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
@@ -140,7 +139,6 @@ def test_a_demo_starts_again_and_removes_only_its_own_run(cheap, prepared, mini,
         assert tree(tmp_path) == before
     with pytest.raises(UserError, match='not as a demo left it'): demo._run_demo(tmp_path, config)
     assert tree(tmp_path) == before
-
 
 # --- the report ---------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from xtts_nb.data.corpora import read_corpus
 HUB = 'me/model', 'c' * 40
 FILES = {'LICENSE.txt': b'Ask first.\n', 'a.pth': bytes(500_000), 'b.pth': b'b' * 70_000}
 
-
 @dataclass
 class Plan:
     "The files of the server, and the requests that it got."
@@ -28,7 +27,6 @@ class Plan:
     requests: list = field(default_factory=list)   # (name, range) of each GET
     ranges: bool = True
     address: str = ''
-
 
 class Handler(BaseHTTPRequestHandler):
     "A server of files with the response headers of the Hub."
@@ -50,7 +48,6 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD
 
     def log_message(self, *_): pass
-
 
 @pytest.fixture
 def server(monkeypatch):
@@ -109,7 +106,6 @@ def refused(call, *arguments, **options) -> str:
     with pytest.raises(UserError) as e: call(*arguments, **options)
     assert str(e.value).endswith('.') and '\n' not in str(e.value)
     return str(e.value)
-
 
 # --- the table and the licence ------------------------------------------------------------------------------
 
@@ -176,7 +172,6 @@ def test_ctrl_c_while_unpacking_keeps_the_archive(server, fetch, corpus, tmp_pat
     assert {*tree(tmp_path)} == {'c.download', 'c.download/c.tar.bz2', 'c.download/download.json'}
     fetch(source, tmp_path / 'c')
     assert not server.requests and list(tmp_path.iterdir()) == [tmp_path / 'c']
-
 
 # --- what is refused, and the command -----------------------------------------------------------------------
 

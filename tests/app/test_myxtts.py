@@ -72,7 +72,6 @@ def test_their_options_become_ours():
             with pytest.raises(UserError,
                                match=f'^{old.split()[0]} is not an option here: '): our_options(old.split())
 
-
 # --- functions ----------------------------------------------------------------------------------------------
 
 def test_the_native_loader_gives_samples_and_mel_in_graph(tmp_path):

@@ -10,7 +10,6 @@ from xtts_nb.app.bench_service import _load_row, _load_speaker, _service_load
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan
 
-
 # --- the data pipelines -------------------------------------------------------------------------------------
 
 def test_a_difference_is_noticed_whatever_differs(prepared, dvae, small, stats):
@@ -44,7 +43,6 @@ def test_a_second_start_compiles_nothing(quick, cheap_xla):
         many, own, half = bench_config.compare_steps(quick, 6, 8, folder, rounds=2, updates=5)
         assert own['switches'] < many['switches'] and half['loss'] != own['loss'] == rows[0]['loss']
         assert stamps().items() >= kept.items()   # other threads may need more kernels, not these once more
-
 
 # --- the service --------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from process import PROGRAM, environment, main, python, started
 from xtts_nb.app import terminal
 from xtts_nb.config import UserError
 
-
 # --- how a command ends -------------------------------------------------------------------------------------
 
 def press(): os.kill(os.getpid(), signal.SIGINT)
@@ -115,7 +114,6 @@ def test_a_letter_that_stdout_cannot_hold_is_escaped(monkeypatch, encoding, show
     assert main('verify', 'cache') == 0
     printed = stdout.buffer.getvalue().decode(encoding)
     assert json.loads(printed) == text if as_json else printed == f'{shown}\n'
-
 
 # --- what a command prints ----------------------------------------------------------------------------------
 

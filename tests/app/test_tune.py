@@ -18,7 +18,6 @@ from xtts_nb.data.audio import save_audio
 from xtts_nb.data.cache import file_sha
 from xtts_nb.data.espeak import speak, VOICES
 
-
 @pytest.fixture
 def runs(tmp_path):
     "Stages that only make their file, up to one that fails; the names of those that ran, and the result."
@@ -161,7 +160,6 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
 def test_a_stage_is_a_command(tmp_path):
     (tmp_path / 'voices').mkdir()
     assert _run_stage(['voices', 'list', '--voices', str(tmp_path / 'voices')]) == {'voices': []}
-
 
 @pytest.mark.slow
 def test_from_a_recording_to_a_voice(ran, cheap, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import pytest
 
 from process import environment, python, tree, xtts_nb
 
-
 def other_user():
     "Runs in a child: a user without a name, who reads any file, as root's interpreter, and writes none."
     if os.getuid(): return

@@ -3,7 +3,6 @@ import pytest
 
 from benchmarks.dual import bench_stages
 
-
 @pytest.mark.slow
 def test_emulated_stages():
     short = {'host': 0.003, 'data': 0.004, 'model': 0.005}

@@ -26,7 +26,6 @@ def test_only_the_user_agrees_to_terms(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end: run(main)   # as of a script
     assert end.value.code == 2 and 'no-such-python: cannot be run' in capsys.readouterr().err
 
-
 # --- steps --------------------------------------------------------------------------------------------------
 
 def test_other_work_is_not_compared():
@@ -34,6 +33,5 @@ def test_other_work_is_not_compared():
     for other in ({'positions': 62, 'dropout': 0.}, {'positions': 59, 'dropout': 0.1}):
         with pytest.raises(UserError, match=f'{other["positions"]} positions'):
             step.check_same_work({'loss': 1.} | other, 59)
-
 
 # --- loaders ------------------------------------------------------------------------------------------------

@@ -17,21 +17,17 @@ from xtts_nb.models.xtts import XTTS
 
 STORED = Path(__file__).parents[1] / 'stored'
 
-
 def test_features(toy_inputs, theirs, toy_xtts, all_ok):
     rows = parity.feature_parity(toy_inputs, theirs, toy_xtts.config)
     all_ok(rows)
     assert len(rows) == 4
 
-
 def test_latents(toy_inputs, theirs, toy_xtts, all_ok):
     all_ok(parity.latents_parity(toy_xtts, toy_inputs, theirs))
-
 
 @pytest.mark.slow
 def test_greedy(toy_inputs, theirs, toy_xtts, all_ok):
     all_ok(parity.greedy_parity(toy_xtts.gpt, toy_inputs, theirs))
-
 
 @pytest.mark.slow
 def test_a_whole_utterance(toy_xtts, all_ok):
@@ -42,7 +38,6 @@ def test_a_whole_utterance(toy_xtts, all_ok):
     seconds = len(theirs['utterance_wav']) / 24000
     assert rows[-1]['note'] == f"{len(theirs['utterance_states'][0])} codes, {seconds:.2f} s"
 
-
 @pytest.mark.slow
 def test_habits_show_without_parity(toy, toy_inputs, theirs):
     "Without `parity`, the mask of the text's STOP and the number of STOPs give another loss."
@@ -52,7 +47,6 @@ def test_habits_show_without_parity(toy, toy_inputs, theirs):
     assert abs(ours['code'] / theirs['code_loss'] - 1) > 1e-3
     assert int(parts['code_count']) == sum(toy_inputs['code_length'] + 1)
 
-
 @pytest.mark.slow
 def test_a_changed_weight_is_seen(toy_inputs, theirs, toy_xtts):
     kernel = toy_xtts.gpt.blocks[1].expand.kernel
@@ -61,7 +55,6 @@ def test_a_changed_weight_is_seen(toy_inputs, theirs, toy_xtts):
     rows = parity.gpt_parity(toy_xtts.gpt, toy_inputs, theirs)
     kernel.assign(before)
     assert not next(r for r in rows if r['stage'] == 'code logits')['ok']
-
 
 # --- comparing ---------------------------------------------------------------------------------------------
 
@@ -88,7 +81,6 @@ def test_what_counts_as_equal(ask, ours, theirs, more, expected):
     row = ask('x', ours, theirs, *more)
     found = {k: pytest.approx(v) if isinstance(v, float) else v for k, v in row.items() if k in expected}
     assert found == expected and row['stage'] == 'x'
-
 
 # --- text ---------------------------------------------------------------------------------------------------
 

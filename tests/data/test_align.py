@@ -14,7 +14,6 @@ from xtts_nb.data.espeak import speak, VOICES
 
 RATE = 22050
 
-
 # --- text ---------------------------------------------------------------------------------------------------
 
 SRT = '2\n00:00:04,500 --> 00:00:05,000\nis late.\n\n1\n00:00:01,000 --> 00:00:09,000\n<i>The train</i>\n'
@@ -114,7 +113,6 @@ def test_where_there_is_no_full_stop(tmp_path):
     assert ' '.join(s.text for s in parts).split() == ['one', 'two,', 'three'] * 100
     assert ''.join(s.text for s in divide('我带着雨伞去上班' * 40, 'zh-cn')) == '我带着雨伞去上班' * 40
 
-
 # --- sound --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('rate', [8000, 44100])
@@ -131,7 +129,6 @@ def test_pauses(tmp_path, rate):
     n = min(len(whole.mel), len(blocks.mel)) - 2
     assert blocks.seconds == pytest.approx(whole.seconds) and n > 25 * 70
     assert np.allclose(whole.mel[2:n], blocks.mel[2:n], atol=1e-3)
-
 
 # --- the path of a sentence ---------------------------------------------------------------------------------
 

@@ -18,9 +18,7 @@ RATE = 22050
 AUDIO = AudioConfig()
 VOICE = synthetic_voice(3., sample_rate=48000)
 
-
 def tone(): return 0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
-
 
 # --- reading ----------------------------------------------------------------------------------------
 
@@ -34,7 +32,6 @@ def test_channels_are_averaged_unless_they_cancel_out(tmp_path):
     wav = np.random.default_rng(0).integers(-9, 9, (2**19 + 1, 2), np.int16)   # more than a block
     soundfile.write(tmp_path / 'c.wav', wav, RATE)
     assert np.array_equal(load_audio(tmp_path / 'c.wav'), np.float32(wav.mean(1) / 32768))
-
 
 # --- every recording to its end -----------------------------------------------------------------------
 
@@ -110,7 +107,6 @@ def test_a_part_sounds_as_in_the_whole(tmp_path, kind):
     part = load_audio(tmp_path / 'x', 48000, 1., 1.5)
     assert np.array_equal(part, np.clip(whole[48000:72000], -1, 1))
 
-
 # --- rates and writing --------------------------------------------------------------------------------
 
 def windowed_sinc(wav, old, new, crossings=6, rolloff=0.99):
@@ -143,7 +139,6 @@ def test_written_sound_is_scaled_rather_than_clipped_and_calls_no_python(monkeyp
     monkeypatch.undo()
     assert [soundfile.info(tmp_path / name).frames for name in ('none', 'one', 'long')] == [0, 1, 22050]
     assert np.allclose(load_audio(tmp_path / 'long'), 2 * tone(), atol=1e-3)
-
 
 # --- wav files in a graph -------------------------------------------------------------------------------
 
@@ -196,7 +191,6 @@ def test_native_reading_gives_the_samples_that_libsndfile_gives_or_names_the_fil
     (tmp_path / 'bäd.wav').write_bytes(_wav_bytes(SAMPLES, 24000))
     assert np.array_equal(decode_wav(path, 24000), SAMPLES)
 
-
 # --- mels -------------------------------------------------------------------------------------------
 
 def frames_of(wav, n_fft, hop):
@@ -242,7 +236,6 @@ def test_a_clip_shorter_than_half_a_window_has_its_frames_or_is_refused(samples,
     try: mel = log_mel(wav, n_fft)
     except (UserError, ValueError, tf.errors.InvalidArgumentError): return
     assert mel.shape == (_frame_count(samples), 80)
-
 
 # --- back to sound ------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from xtts_nb.data.repair import verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.models.dvae import load_dvae
 
-
 # --- what is dropped ----------------------------------------------------------------------------------
 
 DROPPED = {'empty': 'not readable as audio', 'nobody': 'nobody.wav is missing',
@@ -69,7 +68,6 @@ def test_mels_to_train_on_are_drawn_until_there_are_enough(corpus, mixed, small)
     assert len(mel_sample([*bad, clips[0]], small)) == len(mel_sample(clips[:1], small))
     with pytest.raises(UserError, match='none of the 2 clips can be used'): mel_sample(bad, small)
 
-
 # --- reading ------------------------------------------------------------------------------------------
 
 def test_arrays_are_those_of_the_clips_in_memory_and_mapped(corpus, small, prepared):
@@ -113,7 +111,6 @@ def test_more_shards_than_files_may_be_open(tmp_path):
         rows = _InFiles(cache, ('codes',))('codes', some * 4, np.full(len(some), 4), 4)   # as in a graph
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert rows[:, 0].numpy().tolist() == (some % 10).tolist()
-
 
 # --- damage -------------------------------------------------------------------------------------------
 
@@ -176,7 +173,6 @@ def test_a_record_that_was_written_wrong_is_found(copy, kind):
     (found,) = _verify_cache(copy)[1]
     assert problem in found['problem'] and found['clip'] == ('' if 'length' in kind else rows[3]['id'])
 
-
 # --- parts of a cache, and its rows in a graph --------------------------------------------------------
 
 def test_limits_to_the_sample_and_the_token():
@@ -219,7 +215,6 @@ def test_the_budget_decides_where_nothing_else_does(prepared):
     for budget, held in ((size - 1, 0), (size, prepared.held)):
         assert Cache(prepared.folder, ram_budget=budget / 2**30).held == held
     assert Cache(prepared.folder, in_memory=False).read(1).held == prepared.held
-
 
 # --- a cache that is replaced while it is read --------------------------------------------------------
 

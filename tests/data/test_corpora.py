@@ -22,7 +22,6 @@ from xtts_nb.data.text import clean
 LINE = 'low-0|aa bb|aa bb|low|en'   # a row that can be used
 SOUND = b'any bytes: nothing here opens them'
 
-
 @pytest.fixture
 def folder(tmp_path):
     "wavs/low-0.wav to low-2.wav: files that are there, which is all that rows are checked for."
@@ -42,7 +41,6 @@ def read(folder, content, name='metadata.csv', **how):
     return clips, {d.id: d.reason for d in dropped}
 
 def facts(clips): return [(c.id, c.text, c.speaker, c.language) for c in clips]
-
 
 # --- rows without a header ----------------------------------------------------------------------------------
 
@@ -118,7 +116,6 @@ def test_text_in_any_script_and_ids_of_any_name_are_kept(folder):
         clips, dropped = read(folder, f'{name}|aa')
         assert [c.id for c in clips] == [name] and clips[0].path.is_file(), dropped
 
-
 # --- metadata as a whole ------------------------------------------------------------------------------------
 
 def pipe(path): path.parent.mkdir(exist_ok=True), os.mkfifo(path)
@@ -154,7 +151,6 @@ def test_sound_of_any_ending_is_found_but_a_named_file_is_not_replaced_by_anothe
     clips, dropped = read(folder, 'path,text\na.mp3,hello\na.aiff,hello\na.wav,hello\nb.aiff,x\nLJ001.0001,x')
     assert [c.path.name for c in clips] == ['a.wav', 'b.aiff', 'LJ001.0001.wav']
     assert dropped == {name: f'the file {name} is missing' for name in ('a.mp3', 'a.aiff')}
-
 
 # --- tables -------------------------------------------------------------------------------------------------
 
@@ -287,7 +283,6 @@ def test_a_whole_file_of_json(folder, whole):
     clips, dropped = read(folder, whole, 'x.json')
     assert not dropped
     assert [(c.path.name, c.text) for c in clips] == [('low-0.wav', 'hello'), ('low-1.wav', 'hi')]
-
 
 # --- layouts ------------------------------------------------------------------------------------------------
 
@@ -428,7 +423,6 @@ def test_the_synthetic_corpus_is_the_same_in_every_release(tmp_path):
     first = [-0.018358, -0.155355, 0.0118, -0.063861, -0.008241, 0.013919, -0.031782, 0.001817, -0.00636]
     assert np.allclose(synthetic_voice(0.5)[500:10000:1111], first, atol=1e-6)
 
-
 # --- sound of every kind ------------------------------------------------------------------------------------
 
 CONFIG, VOICE, CLICK = XTTSConfig.tiny(), synthetic_voice(1.), np.arange(22050) == 99
@@ -549,7 +543,6 @@ def test_clips_come_in_order_for_any_number_of_workers(corpus, small):
     runs = [[(c.id, len(w)) for c, w in _read_audio(clips, small.replace(data={'num_workers': n}), chunk=3)]
             for n in (1, 4)]
     assert runs[0] == runs[1] and [i for i, _ in runs[0]] == [c.id for c in clips]
-
 
 # --- what is measured, and the report -----------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ RATE, EN = 22050, _DEMO_SENTENCES['en']
 def speak(text, language, voice=None):   # its name
     return espeak.speak(text, language, *([VOICES[voice]] if voice else []))
 
-
 # --- a reading ----------------------------------------------------------------------------------------------
 
 def reading(spoken, voices=('f4', 'm3'), pauses=(0.2, 0.5, 0.8), language='en', lead=0.3):
@@ -119,7 +118,6 @@ def test_other_files_are_not_touched(tmp_path):
         with pytest.raises(UserError, match='book'): run(tmp_path / 'book', tmp_path / 'new')
     with pytest.raises(UserError, match='gone.wav'): run(tmp_path / 'gone.wav', tmp_path / 'new')
     assert sorted(p.name for p in tmp_path.iterdir()) == ['book', 'book.txt', 'book.wav', 'out']
-
 
 # --- several recordings -------------------------------------------------------------------------------------
 
@@ -236,7 +234,6 @@ def test_each_folder_of_recordings_is_a_speaker(tmp_path):
     soundfile.write(tmp_path / 'all' / 'own.wav', np.zeros(RATE), RATE)   # then only what lies there itself
     assert [p.name for p in cut._find_recordings(tmp_path / 'all')] == ['own.wav']
 
-
 # --- recordings without a text ------------------------------------------------------------------------------
 
 class Whisper:
@@ -281,7 +278,6 @@ def test_what_has_no_text_is_transcribed_and_the_transcript_is_aligned(tmp_path,
         run(folder / '1.wav', tmp_path / 'no', hear=hear)
     with pytest.raises(UserError, match='^none: '): cut._load_whisper('none')
     assert not (tmp_path / 'no').exists()
-
 
 # --- corrected by hand --------------------------------------------------------------------------------------
 
@@ -413,7 +409,6 @@ def test_clips_that_cannot_be_compared(tmp_path):
     assert '3 clips are kept unjudged' in corpus_text(result)
     json.dumps(result, allow_nan=False)
 
-
 # --- clips --------------------------------------------------------------------------------------------------
 
 def pieces(*seconds, pause=0.4, inner=(), closed=()):
@@ -455,7 +450,6 @@ def test_every_second_has_a_reason():
         (0, .5, 'pause'), (3.5, 4, 'pause'), (4, 4.5, 'shorter than 2 s, and nothing next to it to join'),
         (4.5, 9, 'no sentence of the text is spoken here'), (9, 12, 'no pause next to it to cut in'),
         (12, 30, 'longer than 11 s'), (30, 31, 'pause')]
-
 
 # --- recorded speech ----------------------------------------------------------------------------------------
 

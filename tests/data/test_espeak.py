@@ -6,7 +6,6 @@ from xtts_nb.config import UserError
 from xtts_nb.data import espeak
 from xtts_nb.data.espeak import _short_path, speak
 
-
 def test_data_behind_a_long_path_is_found(tmp_path, monkeypatch):
     "espeak-ng cuts long paths, so they become a link."
     library, data = espeak._espeak_files()

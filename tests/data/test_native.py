@@ -22,7 +22,6 @@ from xtts_nb.data.native import (
     _fixed_shape, speech_lengths)
 from xtts_nb.data.prepare import Loudness, lesson_cache, prepare
 
-
 # --- buckets ----------------------------------------------------------------------------------------
 
 def positions(codes, text, shapes):
@@ -64,7 +63,6 @@ def test_most_rows_are_clips(clips, batch_size):
     weight = [float(plan.pick(tf.constant(step, tf.int64))[-1].numpy().mean())
               for step in range(plan.steps_per_epoch)]
     assert np.mean(weight) > .5 and clips <= sum(weight) * batch_size
-
 
 # --- a cache without sound ----------------------------------------------------------------------------
 
@@ -174,7 +172,6 @@ def test_a_seed_gives_the_same_order_in_every_release():
         plan = BatchPlan(cache, data(seed=7, reference_frames=3, **dict.fromkeys(how, True)), fixed=fixed)
         assert [[x.tolist() for x in p[:4]] for p in picks(plan, 3)] == order, how
 
-
 # --- references and balance ---------------------------------------------------------------------------
 
 def picks(plan, steps):
@@ -247,7 +244,6 @@ def test_speakers_and_languages_are_balanced_where_asked():
     plan = BatchPlan(few, data(batch_size=1, buckets=2, balance_speakers=True))
     assert np.allclose(plan.share_ends, [5 / 6, 1])   # where the chances of a bucket end
 
-
 # --- one shape, limits, columns that are kept ---------------------------------------------------------
 
 def test_a_fixed_length_is_that_of_the_settings(prepared, small):
@@ -312,7 +308,6 @@ def test_a_large_plan_is_resumed_in_little_memory(tmp_path, monkeypatch):
     after = next(iter(tf.data.Dataset.range(step, step + 1).map(again.pick)))
     assert own() - start < 20 * clips
     assert all(np.array_equal(a, b) for a, b in zip(before, after))
-
 
 # --- online -------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from xtts_nb.data.repair import verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.files import _PART, read_json, write_json
 
-
 def convert(path, rate=22050, channels=1, subtype='PCM_16', **how):
     soundfile.write(path, np.stack([soundfile.read(path)[0]] * channels, 1), rate, subtype, **how)
 
@@ -35,7 +34,6 @@ def flip(path, place, bit=0):
     data[place] ^= 1 << bit
     path.unlink()   # it may be linked
     path.write_bytes(data)
-
 
 # --- nothing twice ------------------------------------------------------------------------------------
 
@@ -102,7 +100,6 @@ def test_what_is_up_to_date_is_not_touched(sounds, small, tokenizer, tmp_path, c
     kept = {name for name, stamp in stamps(out).items() if stamp == before.get(name)}
     shards = {'shard-00001.safetensors', 'shard-00002.safetensors'}
     assert kept == shards | {name for name in before if name.startswith(('00001-', '00002-'))}
-
 
 # --- whole or not at all ------------------------------------------------------------------------------
 
@@ -206,7 +203,6 @@ def test_a_folder_is_replaced_only_if_all_of_it_is_a_cache(mine, small, tokenize
         with pytest.raises(UserError, match='holds something'): write()
         assert tree(tmp_path) == kept
 
-
 # --- processes ----------------------------------------------------------------------------------------
 
 def test_the_same_bytes_for_any_number_of_threads_and_processes(corpus, small, dvae, prepared, tmp_path):
@@ -302,7 +298,6 @@ def test_workers_end_with_their_parent(start, corpus, small, tokenizer, undistur
     prepare(corpus, tmp_path / 'here' / 'out', small, Fake(), tokenizer, shard_clips=2)
     assert tree(tmp_path / 'here' / 'out') == undisturbed
 
-
 # --- parts --------------------------------------------------------------------------------------------
 
 class Elsewhere(Fake):
@@ -352,7 +347,6 @@ def test_parts_become_the_whole_if_they_belong_together(mine, small, tokenizer, 
         with pytest.raises(UserError, match=words): merge_caches(given, tmp_path / 'bad')
         shutil.rmtree(tmp_path / 'foreign', ignore_errors=True)
         assert not list(tmp_path.glob('bad*'))
-
 
 # --- runtime ------------------------------------------------------------------------------------------
 
@@ -420,7 +414,6 @@ def test_parts_of_a_recording_are_cut_out(small, tokenizer, tmp_path, mode):
     assert [(c['text'], c['seconds']) for c in cache.clips] == [('aa', 1.), ('bb', 1.5)]
     for i, wav in enumerate(wavs): assert np.allclose(load_audio(cache.wav_path(i)), wav, atol=1e-4)
     assert not _verify_cache(tmp_path / 'out')[1]
-
 
 # --- repair -------------------------------------------------------------------------------------------
 
@@ -524,7 +517,6 @@ def test_leftovers_go_and_what_is_not_ours_stays(copy, straight, tmp_path):
     (copy / 'audio').symlink_to(tmp_path / 'music')   # a folder of somebody else
     verify_and_fix_cache(copy, fix=True, load=load)
     assert (tmp_path / 'music/song.wav').is_file()
-
 
 # --- names that lead out of the folder ----------------------------------------------------------------
 

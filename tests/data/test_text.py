@@ -19,10 +19,8 @@ TEXTS = ['The old dog sleeps.', 'The cold fog creeps, and the old dog sleeps.', 
          'سگ پیر می‌خوابد.', '老狗在睡觉。']
 TAGS = ['en', 'de', 'fa', 'zh-cn']
 
-
 @pytest.fixture(scope='module')
 def tokenizer(): return train_tokenizer(TEXTS, TAGS, 128)
-
 
 # --- numbers in words ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize('language, text, said', [   # what the stored readings of coqui-tts do not show
@@ -70,7 +68,6 @@ TESTED = {   # function, numbers, fingerprint of the words
 def test_the_words_of_many_numbers_are_those_that_were_looked_at(language):
     words, numbers, key = TESTED[language]
     assert fingerprint([words(n) for n in numbers]) == key
-
 
 # --- the cleaners: the page compares them with the stored readings of coqui-tts -----------------------------
 
@@ -162,7 +159,6 @@ def test_a_missing_library_is_asked_for_only_where_it_is_needed(monkeypatch, lan
     assert _clean_for('Good & bad', 'ru').startswith('good')
     _japanese_reader.cache_clear()
 
-
 # --- what of a text can be said -----------------------------------------------------------------------------
 
 @pytest.mark.parametrize('text, spoken, dropped, unknown', [
@@ -210,7 +206,6 @@ def test_the_released_tokenizer_is_given_numbers_as_they_are_meant():
     assert signs.speakable('5 € & -5% @', 'en') == ('five euro & minus 5% @', [], [])
     assert signs.speakable('a ж € b', 'en') == ('a b', ['€'], ['ж'])
     assert 1 in signs.encode('ж a', 'en')   # [UNK], as in coqui-tts
-
 
 # --- the tokenizer ------------------------------------------------------------------------------------------
 

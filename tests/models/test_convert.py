@@ -238,7 +238,6 @@ def test_files_of_pytorch_come_back(torch, tmp_path):
     convert._write_pth(tmp_path / 'x.pth', given)
     assert_same(convert._read_pth(tmp_path / 'x.pth')['model'], given['model'])
 
-
 # --- files of tensors alone, without PyTorch ----------------------------------------------------------------
 
 def test_tensors_are_read_without_pytorch(tmp_path, monkeypatch):

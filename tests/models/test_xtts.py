@@ -6,7 +6,6 @@ from xtts_nb.files import save_weights
 from xtts_nb.models.xtts import step_flops, XTTS
 from xtts_nb.train.step import token_losses, total_loss
 
-
 def test_a_model_and_what_came_with_it_are_loaded_as_they_were_saved(xtts, tmp_path):
     "Settings of coqui-tts beside it and tensors of no network; also where it is saved in its own place."
     saved = tmp_path / 'm'

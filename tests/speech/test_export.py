@@ -36,6 +36,7 @@ numpy.savez('sounds.npz', **sounds)
 assert not any(name.split('.')[0] == 'xtts_nb' for name in sys.modules)
 '''
 
+@pytest.mark.slow
 def test_another_process_makes_the_same_sound(singer, tmp_path):
     "With int8 weights and a decoder; the page of the export has neither."
     speaker = Speaker(singer.xtts, temperature=1.5, top_k=9, speed=0.8, weights='int8')

@@ -1,7 +1,6 @@
 "Fixtures of more than one file about training."
 import pytest
 
-
 @pytest.fixture(scope='session')
 def plain(small):
     "One block, no dropout, no XLA, a constant rate."
@@ -9,7 +8,6 @@ def plain(small):
                                         'dropout': 0., 'code_noise': 0.}},
                          training={'gpt': {'learning_rate': 1e-3, 'warmup_steps': 0, 'schedule': 'constant',
                                    'mode': 'graph'}})
-
 
 @pytest.fixture(scope='session')
 def runtime(corpus, mini, dvae, prepared, tmp_path_factory):
@@ -20,7 +18,6 @@ def runtime(corpus, mini, dvae, prepared, tmp_path_factory):
     settings = mini.replace(data={'preprocessing_mode': 'runtime', 'buckets': 1})
     prepare(corpus, out, settings, dvae, prepared.tokenizer, shard_clips=5)
     return Cache(out)
-
 
 @pytest.fixture
 def two_cards(monkeypatch): monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')

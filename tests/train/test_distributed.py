@@ -30,7 +30,6 @@ from xtts_nb.train.trainer import checkpoints
 
 GUIDES = Path(__file__).resolve().parents[2] / 'nbs/guides'
 
-
 @pytest.fixture(scope='module')
 def mini(plain) -> XTTSConfig:
     "One block, one shape, nothing random."
@@ -47,7 +46,6 @@ def losses(run) -> list[float]:
 
 def tf_config(workers: list[str], index: int) -> str:
     return json.dumps({'cluster': {'worker': workers}, 'task': {'type': 'worker', 'index': index}})
-
 
 # --- which workers, which devices -----------------------------------------------------------------
 
@@ -114,7 +112,6 @@ def test_a_training_that_cannot_be_divided_says_why(mini, prepared):
     with pytest.raises(UserError, match='training.gpt.finetune'):
         _Replicas(SimpleNamespace(gpt=None, training=mini.training.gpt), mini, pair())
 
-
 # --- several devices, emulated by one -------------------------------------------------------------
 
 def test_two_devices_make_the_update_of_one(mini):
@@ -151,7 +148,6 @@ def test_one_changed_bit_is_found():
         flat[-1] ^= 1
     assert np.array_equal(before, sums()) and before.max() < 2**16 and before.min() >= 0
 
-
 # --- what all workers decide together -------------------------------------------------------------
 
 @pytest.mark.parametrize('run, where', [(None, 'training'), ('a/run', 'a/run')])
@@ -175,7 +171,6 @@ def test_a_cluster_of_one_device_begins_as_a_trainer(prepared, mini):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(page, '_from_first', lambda copies, values: [[tf.zeros(4)]])
         with pytest.raises(UserError, match='other settings'): page._check_alike(trainer.copies, 'settings')
-
 
 # --- slow: two devices of one process -------------------------------------------------------------
 
@@ -235,7 +230,6 @@ def test_a_copy_that_differs_ends_the_run(prepared, mini, tmp_path, two_cards):
     assert 'at update 6 the copies of the model are no longer equal' in message
     assert 'device 1 differs from device 0' in message and (name in message or 'other variables' in message)
     assert [p.stem for p in checkpoints(tmp_path / 'run' / 'checkpoints')] == ['step-000000003']
-
 
 # --- slow: two real workers -----------------------------------------------------------------------
 

@@ -29,14 +29,12 @@ from xtts_nb.train.runs import new_run
 
 ONE = _DevicePlan({}, 'CPU:0', 'CPU:0')
 
-
 @pytest.fixture
 def nobody_stays():
     "No thread outlives a test."
     before = set(threading.enumerate())
     yield
     assert not [t for t in threading.enumerate() if t not in before]
-
 
 # --- stages in threads ----------------------------------------------------------------------------
 
@@ -91,7 +89,6 @@ def test_a_failure_of_the_reader_and_a_second_close_leave_nothing(nobody_stays):
     next(batches)
     for _ in range(2): batches.close()
     with pytest.raises(PipelineClosed): next(batches)
-
 
 # --- measures of a run ----------------------------------------------------------------------------
 
@@ -248,7 +245,6 @@ def test_the_gpu_of_a_worker_makes_the_codes_of_its_rows(runtime, prepared, mini
             for ours, theirs in zip(made, share.stream(0, 2), strict=True):   # row by row, on the CPU
                 assert {'whole_weight', 'whole_code_length'} < {*ours}
                 same_batch(ours, theirs, 1e-2)
-
 
 # --- slow: trained, resumed, and two cards that are logical CPU devices ---------------------------
 

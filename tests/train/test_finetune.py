@@ -46,7 +46,6 @@ NEW = ['سگ پیر می‌خوابد.', 'قایق ۱۲ تومان است؟']
 MANY = [f'{a} {b}' for a in ('سگ', 'سگ‌ها', 'قایق', 'old سگ', 'boat')
         for b in ('پیر', 'پیرتر', 'کهنه', 'dog')]
 
-
 # --- a model with one more language ---------------------------------------------------------------
 
 @pytest.fixture(scope='module')
@@ -121,7 +120,6 @@ def test_grow_as_a_command_and_what_it_refuses(model, english, tmp_path, ran, mo
     assert Path('grown/coqui.json').read_text() == '{"model": "xtts"}'
     old, new = (dict(read_tensors(Path(name, 'model.safetensors'))) for name in ('model', 'grown'))
     assert old.keys() == new.keys() and np.array_equal(*(x['decoder/enter/bias'] for x in (old, new)))
-
 
 # --- adapters and rows ----------------------------------------------------------------------------
 
@@ -217,7 +215,6 @@ def test_rows_of_several_languages(plain):
         part.rows.assign(part.rows.value + 1)
         moved = np.nonzero((part().numpy() != part.base.numpy()).reshape(part().shape))[part.axis]
         assert set(moved) == set(range(40, 48))
-
 
 # --- runs from a model ----------------------------------------------------------------------------
 
@@ -319,7 +316,6 @@ def test_a_base_that_has_changed_or_gone_is_named(mini, base, persian, tmp_path)
     with pytest.raises(UserError, match='as it was then'): begin(run=tmp_path / 'run')
     shutil.rmtree(tmp_path / 'base')
     with pytest.raises(UserError, match='which is gone'): begin(run=tmp_path / 'run')
-
 
 # --- memory ---------------------------------------------------------------------------------------
 
@@ -463,7 +459,6 @@ def test_the_estimate_is_near_what_is_taken(wide, change):
     print(change, round(estimate / 1e6), 'MB estimated,', round(took['peak'] / 1e6), 'MB taken')
     assert 0.6 < estimate / took['peak'] < 1.6 and 0 < took['seconds'] < time.monotonic() - begun
 
-
 # --- rates ----------------------------------------------------------------------------------------
 
 class Valley:
@@ -514,7 +509,6 @@ def test_the_commands(prepared, wide, tmp_path):
     size = xtts_nb('find', 'batch-size', *asked, '--json')
     assert size.code == 0, size.err
     assert size.json['training']['gpt'] == {'grad_accum_steps': 1, 'gradient_checkpointing': False}, size.err
-
 
 # --- at full size ---------------------------------------------------------------------------------
 

@@ -11,12 +11,10 @@ from xtts_nb.train.profile import (
     memory, _owners, _prefixes, _profile_page, profile_text, tables, trace, _variable_placement, write_page)
 from xtts_nb.train.step import Update, random_batch
 
-
 def made(config, **training):
     keras.utils.set_random_seed(0)
     config = config.replace(training={'gpt': training})
     return Update(GPT(config, text_start=1), config.training.gpt)
-
 
 @pytest.mark.cpu
 def test_every_variable_has_an_owner_and_a_device(plain):
@@ -38,7 +36,6 @@ def test_every_variable_has_an_owner_and_a_device(plain):
     assert found['gradients'] == found['weights'] and found['step, gradients included'] == 7
     assert found['batch'] == sum(x.numpy().nbytes for x in batch.values())
 
-
 def test_prefixes_are_parts_of_the_step(plain):
     "Alone, and in two parts of a batch."
     batch, number = random_batch(plain, text=12, codes=16), tf.constant(0)
@@ -47,7 +44,6 @@ def test_prefixes_are_parts_of_the_step(plain):
     np.testing.assert_allclose(steps['backward'](batch, number)[0], whole['gradient_norm'], rtol=1e-4)
     for some in (steps, _prefixes(made(plain, grad_accum_steps=2))):
         np.testing.assert_allclose(some['forward'](batch, number), whole['loss'], rtol=1e-5)
-
 
 FOUND = {'device': 'A <card>', 'mode': 'graph', 'trace': 'folder', 'unseen': ['this & that'],
          'phases': dict(spent={'wait': 1., 'step': 2.5}, au=None, clips_per_s=1234.5),
@@ -61,7 +57,6 @@ FOUND = {'device': 'A <card>', 'mode': 'graph', 'trace': 'folder', 'unseen': ['t
          'memory': [{'owner': 'batch', 'bytes': 2**30, 'how': 'counted'},
                     {'owner': 'step', 'bytes': None, 'how': 'not seen'}]}
 TITLES = 'Variables', 'Operations, compiled without XLA', 'A step (graph)', 'With its data', 'Memory'
-
 
 def test_findings_as_tables_as_text_and_as_a_page(tmp_path):
     "What is not markup is escaped; a list of nothing is empty."
@@ -78,14 +73,12 @@ def test_findings_as_tables_as_text_and_as_a_page(tmp_path):
     for _ in range(2): write_page(FOUND, tmp_path / 'deep' / 'page.HTM')
     pytest.raises(UserError, write_page, FOUND, tmp_path / 'page.txt').match('page.txt')
 
-
 def test_one_recorder_at_a_time(tmp_path):
     with trace(tmp_path / 'a'):
         with pytest.raises(UserError, match='already'), trace(tmp_path / 'b'): pass
     with trace(tmp_path / 'c' / 'd') as folder: assert folder.is_dir()   # the first one has ended
     (tmp_path / 'file').touch()
     with pytest.raises(UserError, match='file'), trace(tmp_path / 'file'): pass
-
 
 @pytest.mark.slow
 @pytest.mark.cpu

@@ -21,7 +21,6 @@ from xtts_nb.train.runs import new_run
 from xtts_nb.train.step import compile_step, Update
 from xtts_nb.train.trainer import checkpoints, _load_checkpoint, _save_checkpoint, Trainer
 
-
 # --- checkpoints ----------------------------------------------------------------------------------
 
 def state(*values) -> dict:
@@ -65,7 +64,6 @@ def test_a_state_that_does_not_fit_or_is_torn_is_refused_whole(tmp_path):
     refused('')
     trainer_page.save_weights(path, state())   # no step
     with pytest.raises(UserError, match=path.name): _load_checkpoint(path, empty())
-
 
 # --- what goes wrong ------------------------------------------------------------------------------
 
@@ -139,7 +137,6 @@ def test_without_room_for_a_copy_training_waits(cheap, prepared, mini, tmp_path,
     new_run(prepared, config, tmp_path / 'waited').fit()
     assert outcome(tmp_path / 'copied') == outcome(tmp_path / 'waited')
 
-
 # --- out of memory --------------------------------------------------------------------------------
 
 class Greedy(Trainer):
@@ -204,7 +201,6 @@ def test_only_a_lack_of_memory_begins_again(prepared, mini, monkeypatch):
                           ({'parts': 4}, 'with 1 rows at once; .*gradient_checkpointing')):
         with pytest.raises(UserError, match=words): said(1, **change)
 
-
 # --- stopped and resumed --------------------------------------------------------------------------
 
 def undisturbed(prepared, config, folder) -> dict:
@@ -259,7 +255,6 @@ def test_what_a_killed_run_left_half_written_goes(cheap, prepared, mini, tmp_pat
     (run / 'film.7.part').write_text('mine')
     assert summary(begin(run=run).fit()) | outcome(run) == undisturbed(prepared, mini, tmp_path / 'whole')
     assert [p for p in tree(run) if '.part' in p] == ['film.7.part']
-
 
 # --- killed, really -------------------------------------------------------------------------------
 

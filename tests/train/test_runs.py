@@ -29,7 +29,6 @@ from xtts_nb.train.runs import (
 from xtts_nb.train.trainer import (
     checkpoints, _epochs_to_steps, _late_interrupt, _save_checkpoint, _updates_of)
 
-
 @pytest.fixture(scope='module')
 def eager(mini):
     "One block, one shape, and nothing to trace."
@@ -138,7 +137,6 @@ def test_what_is_held_out_of_one_cache_is_not_read_from_the_other():
     assert left(part('xyz', 'ax'), part('xw')) == [['ax'], ['ax']]
     assert left(part('x', 'ax'), part('yw', 'by')) == [['ax'], ['ay', 'aw', 'by']]
 
-
 # --- what belongs together ------------------------------------------------------------------------
 
 def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, tmp_path):
@@ -187,7 +185,6 @@ def test_who_looks_and_who_listens(prepared, eager):
         assert silent.validation is silent.listen is None
         with pytest.raises(UserError, match='there is nothing to listen to'):
             new_run(prepared, settings.replace(training={'gpt': changes}), None, held)
-
 
 # --- a run and its folder -------------------------------------------------------------------------
 
@@ -291,7 +288,6 @@ def test_the_command_exports_either_model(given, prepared, mini, tmp_path, ran):
         assert written[-1].keys() == wanted.keys()
         assert all(np.array_equal(array, wanted[name]) for name, array in written[-1].items())
     assert not np.array_equal(written[0][moved], written[1][moved])
-
 
 # --- older clips beside the new ones ------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from xtts_nb.train.step import (
     _global_norm, _lacked_memory, learning_rate, LossScale, mode_line, random_batch, step_modes, stop_counts,
     stop_shares, token_counts, token_losses, total_loss, Update)
 
-
 @pytest.fixture(scope='module')
 def rows(plain) -> dict:
     "Four rows of different lengths, the last of them filling."
@@ -38,7 +37,6 @@ def run(step, batch, count=3, first=0) -> list[dict]:
 def values(made: Update) -> list: return [v.numpy() for v in (*made.weights, *made.variables.values())]
 
 ONES = {'text_count': tf.constant(1.), 'code_count': tf.constant(1.)}
-
 
 # --- in parts -------------------------------------------------------------------------------------
 
@@ -95,7 +93,6 @@ def test_recomputed_blocks_give_the_same_gradients(plain, rows):
             for compute in (made[0].gradients, tf.function(made[1].gradients))]
     for v, a, b in zip(made[0].weights, *both): assert np.allclose(a, b, rtol=1e-4, atol=1e-6), v.path
 
-
 # --- what is not finite ---------------------------------------------------------------------------
 
 def test_a_broken_batch_changes_nothing(rows, parted):
@@ -145,7 +142,6 @@ def test_half_precision_learns_as_float32_does(plain, rows, precision):
     losses = [[line['loss'] for line in run(u, rows, 3)] for u in (update(plain), step)]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[1] != losses[0]
     assert losses[1][-1] < losses[1][0]
-
 
 # --- in three modes -------------------------------------------------------------------------------
 
@@ -200,7 +196,6 @@ def test_xla_turns_products_in_bfloat16_into_float32_ones_on_a_cpu():
     (tf.errors.AbortedError(None, None, 'Operation received an exception:Status: 2, message: wrong'), False),
     (tf.errors.InternalError(None, None, 'Status: 1, message'), False)])
 def test_what_ends_an_update_for_want_of_memory(error, lacked): assert _lacked_memory(error) == lacked
-
 
 # --- losses ---------------------------------------------------------------------------------------
 
@@ -267,11 +262,9 @@ def test_losses_equal_loops(xtts, batch):
                 total += np.log(np.exp(s).sum()) - s[target]
         assert float(parts[f'{name}_loss']) == pytest.approx(total, rel=1e-4)
 
-
 # --- how fast, on which weights, and with which mean -----------------------------------------------
 
 SCHEDULES = 'constant', 'cosine', 'noam'
-
 
 @pytest.mark.parametrize('schedule', SCHEDULES)
 @pytest.mark.parametrize('steps, warmup', [(20, 0), (20, 5), (20, 50), (1, 3)])

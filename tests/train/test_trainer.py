@@ -22,7 +22,6 @@ from xtts_nb.train.begin import begin
 from xtts_nb.train.runs import new_run
 from xtts_nb.train.trainer import checkpoints, judge, Trainer, _WORDS
 
-
 def rates(folder) -> list[float]: return [line['learning_rate'] for line in lines_of(folder)]
 
 class Compiled(Cheap): compiled_step = Trainer.compiled_step
@@ -31,7 +30,6 @@ def streamed(prepared, config) -> Cheap:
     "A trainer without a folder, compiled, on the plan's own stream."
     return Compiled(XTTS(config, prepared.tokenizer), BatchPlan(prepared, config.data),
                     feed=lambda plan, first, last: plan.stream(first, last))
-
 
 # --- the loop -------------------------------------------------------------------------------------
 
@@ -128,7 +126,6 @@ def test_a_log_line_is_the_mean_of_its_updates(cheap, prepared, mini, tmp_path):
     losses = [line['loss'] for line in by_step[1].values()]
     assert summary(result) == {'steps': 13, 'loss_first': pytest.approx(np.mean(losses[:10]), abs=2e-5),
                                'loss_last': pytest.approx(np.mean(losses[-10:]), abs=2e-5)}
-
 
 # --- validation -----------------------------------------------------------------------------------
 
@@ -270,7 +267,6 @@ def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp
     assert np.array_equal(beta(run.xtts), now) and not np.array_equal(mean, now)
     for kept in ('run', 'run/best'): assert np.array_equal(beta(XTTS.load(tmp_path / kept)), mean)
     assert np.array_equal(beta(begin(run=tmp_path / 'run').xtts), now)
-
 
 # --- callbacks of Keras ---------------------------------------------------------------------------
 

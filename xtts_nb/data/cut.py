@@ -406,7 +406,7 @@ def _load_whisper(
     "What writes down what is said; raises `UserError` where the package or the model is missing."
     try: from faster_whisper import WhisperModel
     except ModuleNotFoundError as e:
-        raise UserError(f'--transcribe: the package {e.name} is missing; '
+        raise UserError(f'`transcribe`: the package {e.name} is missing; '
                         'pip install "xtts_nb[transcribe]".') from None
     try: whisper = WhisperModel(model)
     except (OSError, RuntimeError, ValueError) as e:
@@ -430,7 +430,7 @@ def _heard(hear: Callable, language: str | None, work: Path, languages: dict, pr
         def write():
             try: return dict(zip(('text', 'language'), hear(path, language, progress)))
             except ValueError as e:
-                raise UserError(f'--transcribe: {e}; give a text of {path} instead.') from None
+                raise UserError(f'`transcribe`: {e}; give a text of {path} instead.') from None
         heard = _once(work, ('transcript', _stamp(path), str(hear.model), language), write)
         if not heard['text']: raise UserError(f'{path}: Whisper hears nobody speak in it.')
         languages[path] = heard['language']

@@ -700,9 +700,9 @@ def open_corpus(
 def _check_part(part: tuple[int, int], clips: int, shard_clips: int):
     "Raise `UserError` unless the Ith of N parts can be made."
     (i, n), shards = part, -(-clips // shard_clips)
-    if not 1 <= i <= n: raise UserError(f'--shard {i}/{n}: give I/N with I from 1 to N.')
+    if not 1 <= i <= n: raise UserError(f'`shard` {i}/{n}: give I/N with I from 1 to N.')
     if 1 < n > shards:
-        raise UserError(f'--shard {i}/{n}: {clips} clips can be divided into {shards} at most.')
+        raise UserError(f'`shard` {i}/{n}: {clips} clips can be divided into {shards} at most.')
 
 # %% ../../nbs/data/prepare.ipynb #448a5cde
 def _plan(rows: _CorpusRows, dvae, tokenizer: Tokenizer, mode: str | None) -> _Plan:
@@ -756,7 +756,7 @@ def _encode_corpus(
 def _check_shared(part: tuple[int, int], tokenizer):
     "Raise `UserError` if parts of a corpus would each have a tokenizer, or a DVAE, of their own."
     if part[1] > 1 and not tokenizer:
-        raise UserError('--shard {}/{}: all parts must share one DVAE and one tokenizer; learn them once, '
+        raise UserError('`shard` {}/{}: all parts must share one DVAE and one tokenizer; learn them once, '
                         'by xtts-nb prepare on a sample of the corpus, and give its folder with '
                         '--dvae.'.format(*part))
 
