@@ -4,7 +4,7 @@
 
 This tests `xtts_nb.monitor.diagnose` on eleven emulated trainings, twelve real ones and three healthy ones.
 Each slow training exists twice, with its cause and without. The top finding is compared with the known cause,
-and the predicted gain with the gain that the fixed training shows; a prediction counts as true within 30 %.
+and its gain with that of the fixed training; it counts as true within 30 %.
 A further training is one more `Training` in `TRAININGS`."""
 import gzip
 import itertools

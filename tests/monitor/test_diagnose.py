@@ -92,7 +92,7 @@ def test_a_trial_ends_with_the_time_and_its_failure_is_no_finding(monkeypatch):
     assert page._trial_seconds(c, lambda batch: 1 / 0, 'batch') is None and not c.unseen
     late.deadline = -1.
     assert page.find_uncompiled_step(late) is page.find_missing_xla(late) is None
-    assert late.unseen == ['some trials: no time was left for them']
+    assert late.unseen == ['fixes for which no time was left (raise `seconds`)']
     def find_nothing(c): raise KeyError('first\nsecond')
     assert page._ask(find_nothing, c) is None   # the other rules are asked
     assert c.unseen == ["what find_nothing looks for: KeyError: 'first\\nsecond'"]
@@ -207,7 +207,7 @@ def test_a_diagnosis_in_text_and_json():
     m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
     one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .4}, {'input': 1.8}, 'Map', ['n'],
                     ['u'], 1.26)
-    assert one.lines()[2:] == ['1. a: at most 2.0 x as fast', '   why a.', '   Fix: do a.',
+    assert one.lines()[2:] == ['1. a: at most about 2.0 x as fast', '   why a.', '   Fix: do a.',
                                'Note: n', 'Not seen: u.']
     said = json.loads(json.dumps(one.to_dict()))
     assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3

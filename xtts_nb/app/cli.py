@@ -253,8 +253,8 @@ def _with_rows(config, batch_size: int | None): return config.replace(data=given
 # %% ../../nbs/app/cli.ipynb #975587b4
 @_speed('diagnose', example='train.py')
 def _diagnose(
-    script: argument(list[str] | None, 'Your training script, and behind -- its arguments; default: the '
-                     'training of this library.') = None,
+    script: argument(list[str] | None, 'Your training script, its arguments after --; default: the training '
+                     'of this library.') = None,
     config: _Settings = None,
     data: _DataOption = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,
@@ -265,7 +265,7 @@ def _diagnose(
                   '--apply') = False,
     change_learning: _LearningOption = False,
 ):
-    "Find out why training is slow, what to change, and the expected gain."
+    "Find out why training is slow, what to change, and what that gains."
     from xtts_nb.config import UserError
     if script:
         return _diagnosed_script(script, seconds, config, data, out, batch_size, apply, change_learning)

@@ -175,10 +175,10 @@ def finding(
     share: float,        # of the time that the change touches
     place: _Place | None = None,
     change: str = '',    # lines of code
-    left: float = 0.,    # what a trial has left of it
+    left: float = 0.,    # fraction of the share that remained in a trial
     measured: bool = False,   # whether that trial was the fix itself
 ) -> Finding:
-    "A finding; its gain is what the fix can bring at most, as exact as the share is known."
+    "A finding with its gain; its spread is that of the share, which is sampled."
     off, top = seen.error(share), lambda s: min(.999, max(0., s))
     low, gain, high = (gain_without(top(s), left) for s in (share - off, share, share + off))
     return Finding(cause, evidence, fix, gain, measured, place=place and str(place),

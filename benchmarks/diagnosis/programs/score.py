@@ -67,9 +67,8 @@ def judge(
     if not (named or led) or not ratio: return row
     right = findings[(named or led) - 1]
     if right.get('only_on_gpu'): return row   # its gain is not known
-    gain, most = right['gain'], right.get('spread', [right['gain']])[-1]
-    holds = 1 / 1.3 <= gain / ratio <= 1.3 if right['measured'] else ratio <= NOISE * most
-    return row | {'gain': gain, 'tried': right['measured'], 'holds': holds}
+    holds = 1 / 1.3 <= right['gain'] / ratio <= 1.3 if right['measured'] else ratio <= NOISE * right['gain']
+    return row | {'gain': right['gain'], 'tried': right['measured'], 'holds': holds}
 
 
 def totals(rows: list[dict]) -> dict:
@@ -93,7 +92,7 @@ def in_words(row: dict) -> str:
     "One line of a judged case."
     what = ('ALARM' if row['false_alarm'] else 'healthy') if 'false_alarm' in row else \
         f'named {row["named"] or "-"} led {row["led"] or "-"}'
-    gain = lambda f: f'{"" if f["measured"] else "at most "}{f["gain"]:.1f} x'
+    gain = lambda f: f'{"" if f["measured"] else "at most "}{f["gain"] or 1:.1f} x'   # none: on a GPU alone
     found = '; '.join(f'{f["cause"]} {gain(f)}' for f in row['findings'][:3])
     measured = f' (measured {row["ratio"]:.1f} x)' if row.get('ratio') else ''
     return f'{row["case"]:34} {what:16} {row["seconds"]:5.1f} s  {row.get("error", found)[-300:]}{measured}'
