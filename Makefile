@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo      train a small XTTS, measure each bottleneck before and after, and let it speak"
 	@echo "make test      style, notebooks and library in step, every notebook, the quick tests"
-	@echo "make test-all  the same with everything slow, and test-torch"
+	@echo "make test-all  make test, all slow tests, and test-torch"
 	@echo "make test-part  one of $(parts) parts of the slow tests, which the commit chooses; about 10 minutes each"
 	@echo "make test-torch  what reads coqui's files, with PyTorch's CPU build in .venv-convert"
 	@echo "make test-browser  all lessons in JupyterLab and a Chromium, which it installs where there is none"

@@ -21,7 +21,7 @@ def watched(looks=(), events=(), python=(), **more):
              for i, k in enumerate(looks)]
     given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={},
                  validated=passes([]), beside=[], same={}, early={}, owners={}, concrete_functions=list,
-                 cards=None)
+                 cards=None, missing=[])
     more['datasets'] = {place: passes(some) for place, some in more.get('datasets', {}).items()}
     return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,
                            **given | more)

@@ -3528,6 +3528,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.train.trainer._says_no_words': ( 'train/trainer.html#_says_no_words',
                                                                                  'xtts_nb/train/trainer.py'),
                                        'xtts_nb.train.trainer._snapshot': ('train/trainer.html#_snapshot', 'xtts_nb/train/trainer.py'),
+                                       'xtts_nb.train.trainer._step_of': ('train/trainer.html#_step_of', 'xtts_nb/train/trainer.py'),
                                        'xtts_nb.train.trainer._told': ('train/trainer.html#_told', 'xtts_nb/train/trainer.py'),
                                        'xtts_nb.train.trainer._updates_of': ('train/trainer.html#_updates_of', 'xtts_nb/train/trainer.py'),
                                        'xtts_nb.train.trainer.checkpoints': ('train/trainer.html#checkpoints', 'xtts_nb/train/trainer.py'),

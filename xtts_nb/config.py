@@ -357,7 +357,7 @@ class PartTraining(Section):
     validate_every: int = Field(0, ge=0) # updates between two validations; 0: no validation
     patience: int = Field(0, ge=0)       # validations without improvement before training stops; 0: never
     max_bad_steps: Positive = 10         # consecutive updates skipped for NaN before training stops
-    seed: int = Field(0, ge=0, lt=2**31)     # of the initial weights and of everything drawn in training
+    seed: int = Field(0, ge=0, lt=2**31)     # of the initial weights, and of what the step draws
 
 class GPTTraining(PartTraining):
     "How the GPT is trained."

@@ -249,7 +249,7 @@ def test_what_a_killed_run_left_half_written_goes(cheap, prepared, mini, tmp_pat
     "A line that was cut off, and files; one of somebody else stays."
     run = tmp_path / 'run'
     new_run(prepared, mini, run).fit(steps=4)
-    with open(run / 'metrics.jsonl', 'a') as f: f.write('{"step": 6, "loss": 0.')
+    with open(run / 'metrics.jsonl', 'a') as f: f.write('{"step": 6, "bad": {"loss": 0.}')
     for name in 'checkpoints/step-000000006.safetensors', 'model.safetensors':
         (run / f'{name}.0123abcd{_PART}').write_text('half')
     (run / 'film.7.part').write_text('mine')

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from cheap import Cheap, HELD, lines_of, outcome, read_eagerly
 from process import tree
+from xtts_nb.app.cli_train import _forgotten
 from xtts_nb.config import UserError
 from xtts_nb.data import native as data
 from xtts_nb.data.cache import Cache
@@ -371,11 +372,14 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     again.fit(3)
     log = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
     assert [line['step'] for line in log if 'val_old_loss' in line] == [0, 2, 3]
+    assert _forgotten(again) == {'before': before, 'after': log[-1]['val_old_loss']}
+    assert again.fit(0)['steps'] == 3
     for other in (None, mix._replace(share=.2), mix._replace(held_out=[])):
         with pytest.raises(UserError, match='was trained with older clips in'): start(other)
 
 @pytest.mark.parametrize('texts, voices, share, clips, sentences', [
     ('abcd', 'xyz', .25, 3, 3), ('abcd', 'xyz', .01, 1, 1), ('abcd', 'xyz', .999, 4, 4),
+    ('abcdabcd', 'xyz', .25, 6, 3),   # two takes of each
     ('abcd', 'xy', .5, 4, 2), ('aaaaabbbbb', 'x', .5, 5, 1),   # takes of one voice are no voices
     ('ab', 'x', .05, 1, 1), ('aaaaaab', 'x', .9, 1, 1), ('a', 'x', .05, 0, 0), ('aaa', 'x', .9, 0, 0)])
 def test_a_sentence_of_several_voices_is_held_out_in_one_of_them(texts, voices, share, clips, sentences):
@@ -386,3 +390,5 @@ def test_a_sentence_of_several_voices_is_held_out_in_one_of_them(texts, voices, 
     if not clips: return pytest.raises(UserError, held_out_share, cache, share).match('same sentence')
     held = held_out_share(cache, share)
     assert len(held) == clips == len(set(held)) and len({name[-1] for name in held}) == sentences
+    said = lambda out: {(r['text'], r['speaker']) for r in rows if (r['id'] in held) is out}
+    assert not said(True) & said(False)

@@ -123,7 +123,7 @@ def _resumes(trainer) -> str:
 def _forgotten(trainer) -> dict[str, float]:
     "The loss of older clips before the training and now, None for no number; empty if it is not known."
     from xtts_nb.files import _read_json_lines
-    if not getattr(trainer, 'old', None): return {}
+    if trainer.old_validation is None: return {}
     log = _read_json_lines(trainer.run / 'metrics.jsonl')
     losses = {line['step']: line['val_old_loss'] for line in log if 'val_old_loss' in line}
     if 0 not in losses or trainer.step not in losses: return {}
@@ -325,7 +325,7 @@ def _find_learning_rate(
     preset: _AsMade = None,
     config: _Settings = None,
     low: option(float, 'First learning rate.') = 1e-7,
-    high: option(float, 'Last learning rate, if the loss does not rise before.') = 1.,
+    high: option(float, 'Highest learning rate to try; it stops earlier if the loss rises.') = 1.,
     steps: option(int, 'Most updates to run.', min=10) = 80,
     out: option(Path, 'PNG file; the numbers go into a JSON file next to it.') = Path('learning_rate.png'),
 ):
@@ -342,7 +342,8 @@ def _find_learning_rate(
     cache, settings = request.cache, request.settings.config
     cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
-        trainer = new_run(cache, settings, Path(folder) / 'run', base=model)
+        unheard = settings.replace(training={'gpt': {'eval_clips': 0, 'judge_by': 'loss'}})   # none held out
+        trainer = new_run(cache, unheard, Path(folder) / 'run', base=model)
         found = find_learning_rate(trainer, low, high, steps, partial(tell, 'raise the rate'))
     plot_learning_rate(found, out)
     suggestion, lowest = found['suggestion'], found['lowest']
@@ -373,15 +374,25 @@ def _config_create(
     result = {'config': str(out), 'preset': preset, 'changed': changed}
     return result, f'{out}: xtts-nb train --config {out} --data CACHE'
 
+_CHOSEN_LATER = {   # option of train: keys
+    **dict.fromkeys(('val', 'val_data'), 'training.gpt.validate_every'),
+    **dict.fromkeys(('data_gpu', 'buffer_size'), 'data.preprocessing_mode'), 'fit_memory': 'data.batch_size'}
+
 @command('show', group=_config_app, example='--data cache/mine --config faster.yaml --set data.seed=3',
          context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
 def _config_show(ctx: typer.Context):
-    "Print the settings that `train` would use and where each comes from; takes all options of `train`."
+    """Print the settings that `train` would use and where each comes from; takes all options of `train`.
+
+    What is chosen when a training begins is not shown: how often it validates, where codes are made for a
+    data GPU, and the rows of --fit-memory. A line says so where it applies."""
     train = typer.main.get_command(app).commands['train']
     asked = train.make_context('show', list(ctx.args), parent=ctx.parent)
     start()
     from xtts_nb.train.begin import settings_for
     rows = settings_for(**_wanted(asked.params)).settings.rows()
+    for name, keys in _CHOSEN_LATER.items():
+        if asked.params.get(name):
+            to_stderr(f'--{name.replace("_", "-")}: {keys} may change when the training begins.')
     wide, long = (max(len(str(row[name])) for row in rows) for name in ('key', 'value'))
     lines = [f'{row["key"]:{wide}}  {str(row["value"]):{long}}  {row["from"]}' for row in rows]
     return {'settings': rows}, '\n'.join(lines)

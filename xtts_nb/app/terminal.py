@@ -176,7 +176,11 @@ def _code(arguments: list[str], debug: bool) -> int:
 
 def _with_flags(message: str) -> str:
     "A message of the library, whose `mix_share` is --mix-share on a command line."
-    return re.sub('`([a-z_]+)`', lambda name: f'--{name[1].replace("_", "-")}', message)
+    def options(command): return {p.name for p in command.params}.union(
+        *map(options, getattr(command, 'commands', {}).values()))
+    known = options(typer.main.get_command(app))
+    flag = lambda name: f'--{name[1].replace("_", "-")}' if name[1] in known else name[0]
+    return re.sub('`([a-z_]+)`', flag, message)
 
 def _print_error(message: str, code: int) -> int:
     "Print a sentence to stderr and return the exit code."

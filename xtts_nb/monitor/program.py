@@ -663,6 +663,9 @@ def _no_loop(watch: Watch) -> str:
 def _not_measured(seen: _Seen) -> list[str]:
     "What no figure is given for, and why."
     out, size = [fit.untimed for fit in seen.watch.fits[-1:] if fit.untimed], _size_of(_variables())
+    if lacking := seen.watch.missing:
+        out.append(f'TensorFlow {tf.__version__} with Keras {keras.__version__} lacks what this looks at: '
+                   f'{", ".join(lacking)}')
     if size > _free_memory():
         out.append(f'the variables of the program take {size / 1e9:.1f} GB, and a trial needs as much again, '
                    'which is not free: nothing inside the step was tried')

@@ -229,6 +229,7 @@ class Watch:
         self.shapes, self._wanted = {}, 0   # of arguments of what XLA compiles; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
         self.beside, self.kept = [], {}   # looks at other threads; arguments of functions
+        self.missing = []    # functions that this version of TensorFlow or Keras lacks
         self._running = {}   # frames of functions that ran at the last question, by their code
         self.owners = {}   # of methods, by kind and line
         self.early, self._count = {}, Counter()   # arguments of the third call of a line; how many calls
@@ -268,7 +269,7 @@ class Watch:
         try:
             owner = resolve_name(owner) if isinstance(owner, str) else owner
             original = getattr(owner, name)
-        except (ImportError, AttributeError): return
+        except (ImportError, AttributeError): return self.missing.append(f'{owner} {name}')
         @wraps(original)   # AutoGraph knows by its module that it is not the program's
         def function(first, /, *args, **kwargs):
             if self._stop.is_set(): return original(first, *args, **kwargs)

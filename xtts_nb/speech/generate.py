@@ -45,7 +45,7 @@ def whole_prefix(
     def passed(last, prompt, **inputs):
         states = gpt.states(prompt=tf.cast(prompt, gpt.compute_dtype), **inputs)[1]
         score = tf.cast(gpt.code_head(tf.gather(states, last, axis=1)), tf.float32)
-        score = tf.where(tf.range(score.shape[1]) == gpt.code_start, -np.inf, score)   # never START
+        if not gpt.parity: score = tf.where(tf.range(score.shape[1]) == gpt.code_start, -np.inf, score)
         return tf.argmax(score, -1, tf.int32), tf.cast(states, tf.float32)
 
     def speak(text, text_length, prompt, max_codes: int, progress=None):   # progress: (done, total)

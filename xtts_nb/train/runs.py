@@ -47,13 +47,15 @@ _READ_BY = 3   # voices, from which on a sentence is held out in one of them alo
 
 def held_out_share(
     cache: Cache,
-    share: float,      # of the sentences, at least one
+    share: float,      # of the sentences; of the clips, where three voices or more read most sentences
 ) -> list[str]:        # ids of clips
-    "Choose the clips of a share of the sentences; `UserError` if none would be left to train on."
+    '''Choose clips to hold out, whole sentences if few voices read each; `UserError` if none would be left.
+
+    A sentence of three voices or more is held out in one of them, with all its takes.'''
     if not 0 < share < 1:
         raise UserError(f'A share of {share} of the sentences cannot be held out; give one between 0 and 1.')
-    read = {}   # {text: {speaker: the id of a clip}}
-    for c in cache.clips: read.setdefault(c['text'], {}).setdefault(c['speaker'], c['id'])
+    read = {}   # {text: {speaker: ids of clips}}
+    for c in cache.clips: read.setdefault(c['text'], {}).setdefault(c['speaker'], []).append(c['id'])
     said = Counter(c['text'] for c in cache.clips)
     shared = np.median([len(voices) for voices in read.values()]) >= _READ_BY
     if len(said) == 1 and not shared:
@@ -62,8 +64,10 @@ def held_out_share(
                         '`val` out.')
     sentences = sorted(read, key=fingerprint)
     if shared:   # it is learned from the others
-        some = [min(read[text].values(), key=fingerprint) for text in sentences]
-        return some[:max(1, round(share * len(cache.clips)))]
+        out, wanted = [], max(1, round(share * len(cache.clips)))
+        for text in sentences:
+            if len(out) < wanted: out += min(read[text].values(), key=lambda takes: fingerprint(takes[0]))
+        return out
     # a sentence of more than half of the clips is learned
     few = [text for text in sentences if 2 * said[text] <= len(cache.clips)]
     out = set(few[:max(1, min(round(share * len(sentences)), len(sentences) - 1))])

@@ -178,9 +178,14 @@ def _restore(trainer):   # a `Trainer` with a run
     trainer.seen_checkpoint = _newest(run)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
-    whole = [l for l in metrics.read_text(encoding='utf-8').split('\n') if l.endswith('}')]
+    lines = metrics.read_text(encoding='utf-8').split('\n')
     with atomic_file(metrics) as part:
-        part.write_text(''.join(l + '\n' for l in whole if json.loads(l)['step'] <= trainer.step))
+        part.write_text(''.join(l + '\n' for l in lines if _step_of(l) <= trainer.step))
+
+def _step_of(line: str) -> float:
+    "The update of a line of metrics; infinity for one that was torn by a kill."
+    try: return json.loads(line)['step']
+    except ValueError: return math.inf
 
 # %% ../../nbs/train/trainer.ipynb #48726dad
 class _Hooks:
@@ -263,7 +268,7 @@ def _on_device(device: str | None):
 @contextmanager
 def _closed_after(source):
     "Close `source` at the end of the block, if it has a method `close`."
-    try: yield
+    try: yield source
     finally: getattr(source, 'close', lambda: None)()
 
 def _locked(run: Path | None):
@@ -712,17 +717,19 @@ def fit(self: Trainer,
     callbacks: list = (),       # of Keras
 ) -> dict:   # steps, loss_first, loss_last, best, clips_per_s, traces, compile_seconds, seconds
     "Train; losses of the summary are means of 10 updates. `UserError` if losses stay not finite."
-    steps, begun, self.first_step = steps or self.training.steps, time.perf_counter(), self.step
+    steps = self.training.steps if steps is None else steps
+    begun, self.first_step = time.perf_counter(), self.step
     self.report = lambda line: progress and progress(line['step'], steps, line)
     self.pending, self.in_flight = [], None
     timer = self.timer = StepTimer(self.plan.data.batch_size, self.step_seconds)
     _check_callbacks(callbacks)
     hooks = self.hooks = _Hooks(callbacks, self.update.model, self.optimizer, self.epoch_updates, steps)
-    hooks.train_begins(self.step, self.callback_counts, self.assigned_rate)
-    source, ended, requests = iter(self.batches(self.step, steps)), self.over, []
+    ended, requests = self.over, []
     stop, tf32 = _catch_sigterm(lambda *_: requests.append(True)), _products_in_tf32(self.training.tf32)
-    with stop, tf32, _locked(self.run), _on_device(self.device), _closed_after(source):
+    opened = lambda: _closed_after(iter(self.batches(self.step, steps)))   # once the run is locked
+    with stop, tf32, _locked(self.run), _on_device(self.device), opened() as source:
         self._check_unchanged()
+        hooks.train_begins(self.step, self.callback_counts, self.assigned_rate)
         if not (self.step or self.run and (self.run / 'metrics.jsonl').is_file()):
             self._note_old()
             timer.restart()
