@@ -12,6 +12,7 @@ from xtts_nb.data.native import BatchPlan
 
 # --- the data pipelines -------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_a_difference_is_noticed_whatever_differs(prepared, dvae, small, stats):
     plan = BatchPlan(prepared, small.data)
     right = readers(plan, stats)
