@@ -213,7 +213,7 @@ def _summed_up(rounds: list[_Round], resident: list, first: float, compute: floa
         **{name: each(name) for name in ('sync', 'syncs', 'down', 'up', 'detour')})
 
 # %% ../../nbs/monitor/diagnose.ipynb #156918f9
-_MIN_GAIN = 1.15   # a smaller gain is not worth a change, and hard to tell from noise
+_MIN_GAIN = 1.2   # a smaller gain is not worth a change, and hard to tell from noise
 
 @dataclass(frozen=True)
 class Finding:
@@ -459,6 +459,8 @@ def find_retracing(c: Case) -> Finding | None:
     return Finding('retracing', f'{function.__name__} is traced {c.m.traces:.1f} times per step '
                    f'({ms(c.m.traced)}), because {what}', fix, predict_gain(c.m, traced=0.))
 
+_FEW_SHAPES = 'give it few fixed shapes (pad to a few lengths with a mask, bucket, drop_remainder=True)'
+
 def find_variable_shapes(c: Case) -> Finding | None:
     function, changed = _most_traced(c)
     if c.m.shapes < 2 or _python_argument(changed): return
@@ -467,7 +469,7 @@ def find_variable_shapes(c: Case) -> Finding | None:
     m = Measured(**vars(c.m) | {'traced': min(lost, 0.99 * c.m.loop)})
     return Finding('variable shapes', f'{c.m.shapes} shapes in {2 * c.m.batches} batches; each new one is '
                    f'traced or compiled{which}: {ms(lost)} per step',
-                   'pad to a few fixed lengths (with a mask), and drop or fill the last batch',
+                   _FEW_SHAPES,
                    predict_gain(m, traced=0.), apply=lambda d, s: (_pad_to_few_shapes(d, c.resident), s),
                    alters='zeros at the end of its batches, which a step without a mask learns from')
 

@@ -33,7 +33,8 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import UserError
-from .diagnose import changed_arguments, Finding, ms, _python_argument, _ranked
+from .diagnose import (
+    changed_arguments, _FEW_SHAPES, Finding, _MIN_GAIN, ms, _python_argument, _ranked)
 from .graph_rules import find_fetches, find_in_graph, find_on_host, _SHORT_STEP
 from .input_rules import (
     find_ended_passes, find_few_threads, find_filled_again, find_new_iterators, find_python_input,
@@ -259,7 +260,7 @@ def _traces_of_one(seen: _Seen, share: float, left: float, place: _Place | None,
         seen, 'variable shapes',
         f'{what} traced {count} times in {seen.seconds:.1f} s for arguments of other shapes; tracing '
         f'takes {share:.0%} of the time',
-        'give it few fixed shapes (pad, bucket, drop_remainder=True), or one signature for all: '
+        f'{_FEW_SHAPES}, or one signature for all: '
         'tf.function(reduce_retracing=True) or an input_signature with None',
         share, place,
         'dataset.padded_batch(size, padded_shapes=...)   # or bucket_by_sequence_length', left)]
@@ -280,7 +281,7 @@ def _fit_compiled_again(seen: _Seen) -> list[Finding]:
         seen, 'compiled again for each shape',
         f'{len(fit.shapes)} batches of fit have {len({*fit.shapes})} shapes, and a step takes {ms(each)}, '
         f'one with a shape that XLA knows {ms(known)}: XLA compiles for each new shape',
-        'give it few fixed shapes (pad, bucket, drop_remainder=True), or leave jit_compile out',
+        f'{_FEW_SHAPES}, or leave jit_compile out',
         share, seen.loop[1], 'dataset.padded_batch(size, padded_shapes=...)', known / each)]
 
 def find_compiled_again(seen: _Seen) -> list[Finding]:
@@ -299,7 +300,7 @@ def find_compiled_again(seen: _Seen) -> list[Finding]:
             f'{len(some)} calls with {len(shapes)} shapes take {ms(each)} each, one with a '
             f'known shape takes {ms(known)}: XLA compiles for each new shape, though the function is traced '
             'only once',
-            'give it few fixed shapes (pad, bucket, drop_remainder=True), or leave jit_compile out',
+            f'{_FEW_SHAPES}, or leave jit_compile out',
             share, place, 'dataset.padded_batch(size, padded_shapes=...)   # or bucket_by_sequence_length',
             min(1., known * len(some) / (share * seen.seconds)))]
     return []
@@ -632,7 +633,6 @@ FEW_LOOKS, MOMENT = 20, .5   # s; below both nothing is said
 _TOO_SHORT = 'the program was too short to be judged'
 _NO_LOOP = 'no training was seen'
 _UNTIMED = 'how long fit waits for its batches was not measured'
-_WORTH = 1.2   # times; of a program as it runs, a smaller gain is hard to tell from noise
 
 def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
     "The findings about a watched program, largest gain first, and notes."
@@ -695,7 +695,7 @@ def _asked(rules: tuple, seen: _Seen, notes: list) -> list[Finding]:
     for rule in rules:
         known = {f.place: f.gain for f in found if f.place}
         found += [f for f in seen.ask(rule) if f.only_on_gpu or
-                  f.gain >= max(_WORTH, 2 * known.get(f.place, 0.))]
+                  f.gain >= max(_MIN_GAIN, 2 * known.get(f.place, 0.))]
     notes += dict.fromkeys(seen.notes)
     return [f for f in found if f.only_on_gpu or not f.high or f.low > 1.]
 
