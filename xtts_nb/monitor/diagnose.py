@@ -862,7 +862,7 @@ class Diagnosis:
                  else f'{self.bound}: {ms(m.loop)} per step')   # a bound that can be moved is none
         head = [f'{whole} ({shares}); the pipeline alone takes {ms(m.pipeline)}, '
                 f'the step alone {ms(m.step)}, its compiled functions {ms(m.compute)}.',
-                'Upper limits: ' + ', '.join(
+                'Upper limits, about: ' + ', '.join(
                     f'{gain:.1f} x without {name}' for name, gain in self.at_most.items()) + '.']
         found = [line for i, f in enumerate(self.findings, 1) for line in (
             f'{i}. {f.cause}: {f.gain_text()}', f'   {f.evidence}.',
