@@ -176,6 +176,7 @@ def _code(arguments: list[str], debug: bool) -> int:
 
 def _with_flags(message: str) -> str:
     "A message of the library, whose `mix_share` is --mix-share on a command line."
+    if '`' not in message: return message
     def options(command): return {p.name for p in command.params}.union(
         *map(options, getattr(command, 'commands', {}).values()))
     known = options(typer.main.get_command(app))
