@@ -1578,6 +1578,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'xtts_nb/monitor/diagnose.py'),
                                           'xtts_nb.monitor.diagnose._first_step': ( 'monitor/diagnose.html#_first_step',
                                                                                     'xtts_nb/monitor/diagnose.py'),
+                                          'xtts_nb.monitor.diagnose._gains': ( 'monitor/diagnose.html#_gains',
+                                                                               'xtts_nb/monitor/diagnose.py'),
                                           'xtts_nb.monitor.diagnose._graph_in_float32': ( 'monitor/diagnose.html#_graph_in_float32',
                                                                                           'xtts_nb/monitor/diagnose.py'),
                                           'xtts_nb.monitor.diagnose._in_float32': ( 'monitor/diagnose.html#_in_float32',

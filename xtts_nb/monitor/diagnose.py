@@ -924,7 +924,7 @@ def _try_fix(c: Case, f: Finding) -> Finding | None:
         arms = _compare_loops({'now': (c.dataset, c.step), 'then': changed}, c.m.batches, seconds)
     except Exception: return f   # a trial may fail in any way
     gain, clear = measured_gain(arms['now'], arms['then'])
-    gains = [now / then for now, then in zip(arms['now'].times, arms['then'].times)]
+    gains = _gains(arms['now'], arms['then'])
     if clear and gain >= _MIN_GAIN:
         return replace(f, gain=gain, measured=True, low=min(gains), high=max(gains))
     c.notes.append(f'{f.cause}: {f.fix} was tried, without a clear gain ({gain:.2f} x).')
@@ -968,9 +968,12 @@ def _compare_loops(
 
 _CLEAR_GAIN = 1.05
 
+def _gains(now: _Arm, then: _Arm) -> list[float]:   # of each round
+    return [before / after for before, after in zip(now.times, then.times)]
+
 def measured_gain(now: _Arm, then: _Arm) -> tuple[float, bool]:
     "The median gain of the rounds; and whether it is clear: above `_CLEAR_GAIN`, and faster in every round."
-    gains = [before / after for before, after in zip(now.times, then.times)]
+    gains = _gains(now, then)
     gain = statistics.median(gains)
     return gain, gain > _CLEAR_GAIN and min(gains) > 1
 

@@ -440,8 +440,8 @@ def _turns(graph) -> tuple[list, int]:   # operations, one of each turn; how man
         if op.type == 'StridedSlice': parts.setdefault((op.graph, part, op.inputs[0].name), []).append(op)
     for (inside, part, _), some in sorted(parts.items(), key=lambda x: -len(x[1])):
         if len(some) < _UNROLLED: break
-        near = lambda at: at[0].file == part[0].file and at[1] == part[1]   # noqa: B023
-        alike = [(at, ops) for (g, at), types in lines.items() if g is inside and near(at)
+        alike = [(at, ops) for (g, at), types in lines.items()
+                 if (g, at[0].file, at[1]) == (inside, part[0].file, part[1])
                  for kind, ops in types.items() if len(ops) % len(some) == 0 and kind not in _SUMS]
         layers = sum((g, at) == (inside, part) for g, at, _ in parts)   # which are made at the same lines
         if any(_needs(ops[len(ops) // layers - 1], ops[0]) for _, ops in alike): continue

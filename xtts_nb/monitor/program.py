@@ -385,7 +385,7 @@ def find_copied_weights(seen: _Seen) -> list[Finding]:
 def find_converted(seen: _Seen) -> list[Finding]:
     "Lists that are made into tensors, one number at a time."
     share, places = seen.part('convert'), seen.places('convert')
-    if share < .15: return []
+    if share < .15 or not places: return []
     return [finding(
         seen, 'a list is converted number by number',
         f'tf.convert_to_tensor (or an operation that calls it) takes {share:.0%} of the time: it goes '
