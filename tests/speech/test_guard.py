@@ -123,7 +123,7 @@ def test_a_faulty_row_is_spoken_again_in_every_row(guarded, forced):
     assert faults(guarded) == [
         [], [('too few codes', 'spoken again'), ('trailing repetition', 'trimmed')], []]
     (speaker, *_, first), (again, texts, languages, voices, sampling) = calls
-    assert speaker is again is guarded and first == guarded.sampling._replace(seed=5)
+    assert speaker is again is guarded and first._replace(limit=None) == guarded.sampling._replace(seed=5)
     assert (texts, languages, voices) == ([LONG + ' '] * 3, ['en'] * 3, ['b'] * 3)
     assert sampling.temperature == .75 and sampling.seed.tolist() == [5 + 7919 * i for i in (1, 2, 1)]
 
@@ -138,6 +138,13 @@ def test_attempts_are_bounded_and_the_best_is_kept(xtts, forced, retries):
     left = [('too few codes', 'left')]
     if retries: assert (length, states) == ([9], [200]) and faults(speaker)[0][-1:] == left
     else: assert (length, states) == ([18], [100]) and faults(speaker) == [[('repeated word', 'left'), *left]]
+
+def test_a_text_that_runs_away_is_cut_at_its_bound(xtts, forced):
+    "And no attempt may make more than one code above it: one for each of 14 tokens, and a second."
+    speaker = GuardedSpeaker(xtts, retries=1, rates={'en': _Rate(0.5, 1.)})
+    calls = forced([MANY[:37], GOOD[:30]], [MANY[40:77]] * 2)
+    assert speak(speaker, 2)[0] == [36, 30] and faults(speaker) == [[('too many codes', 'trimmed')], []]
+    assert [call[-1].limit for call in calls] == [[37, 37]] * 2
 
 @pytest.fixture
 def unending(xtts, small, monkeypatch):

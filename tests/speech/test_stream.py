@@ -16,6 +16,7 @@ from xtts_nb.models.hifigan import HiFiGAN, stretch
 from xtts_nb.bench import trace_count
 from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import never_stop, Speaker
+from xtts_nb.speech.guard import _Rate
 from xtts_nb.speech.stream import (
     Engine, EngineClosed, _receptive_frames, _SoundStream, speak_file, SpeechRows)
 from xtts_nb.speech.long import speak_whole
@@ -28,7 +29,7 @@ def speaker(singer):
     "The compiled speaker of the session with its own sampling, and the loop of one row that all streams use."
     made = copy.copy(singer)
     made.sampling = singer.sampling._replace(temperature=1., top_p=1., repetition_penalty=2.)
-    made.rows = SpeechRows(made)
+    made.rates, made.rows = {'en': _Rate(most=99.)}, SpeechRows(made)   # random speech never runs away
     return made
 
 @pytest.fixture(scope='module')
@@ -131,13 +132,19 @@ def endless(speaker):
     yield speaker
     bias.assign(before)
 
-def test_a_text_that_never_ends_is_cut(endless, voices):
-    "At the length of the speaker, as in a call; within a chunk, and where a chunk ends."
+def test_a_text_that_never_ends_is_cut(endless, voices, monkeypatch):
+    "At the length of the speaker, as in a call; within a chunk, and where a chunk ends; earlier by its rate."
     whole = endless('aa bb', 'en', voices[0])
     for first in (2, endless.max_codes - endless.rows.chunk):
         pieces = list(endless.stream('aa bb', 'en', voices[0], first=first))
         close(np.concatenate(pieces), whole, atol=1e-3)
         assert int(endless.rows.state['index'][0]) == endless.max_codes
+    monkeypatch.setattr(endless, 'rates', {'en': _Rate(most=2.)})
+    most = 2 * len(endless._ids('aa bb', 'en')) + 12
+    engine = lone(endless)
+    request = engine.submit('aa bb', 'en', voices[0])
+    assert list(request) and request.codes == most < endless.max_codes
+    engine.close()
 
 def test_two_streams_at_once_are_refused(speaker, voices, alone):
     first = speaker.stream(TEXTS[0], 'en', voices[0], first=2)
@@ -231,6 +238,19 @@ def test_a_call_that_hangs_is_overdue_and_closes_all_the_same(speaker, voices, m
     go.set()
     engine._thread.join(10)
     assert not engine.calls
+
+def test_the_sound_that_is_due_first_is_made_first(speaker, monkeypatch):
+    monkeypatch.setattr(streaming, 'cores', lambda: 1)
+    engine, made = lone(speaker), []
+    def make(due):
+        with engine._making(due): made.append(due)
+    threads = [threading.Thread(target=make, args=[due]) for due in (3., 1., 2., 1.)]
+    with engine._making(9.):
+        for thread in threads: thread.start()
+        while len(engine._makers) < 4: time.sleep(0.002)
+    for thread in threads: thread.join(10)
+    assert made == [1., 1., 2., 3.]
+    engine.close()
 
 def test_an_engine_that_failed_is_restarted(speaker, voices, alone, monkeypatch):
     "Whatever was raised; with free rows, and nothing is compiled again."

@@ -53,13 +53,17 @@ def _repeated_word(codes: np.ndarray) -> tuple[int, int] | None:   # start and l
 
 # %% ../../nbs/speech/guard.ipynb #e85fd165
 _SECOND = 22   # codes
-SHORT_TOKENS, _SHORT_NOISE = 8, 'noise after a short text'   # of a text with this many tokens or fewer
+SHORT_TOKENS = 8   # a text with this many tokens or fewer is short
 
 class _Rate(NamedTuple):
     "Codes for one token of text, and the longest text of the training."
     least: float = 0.6
     most: float = 9.
     longest: int | None = None   # tokens; none: unknown
+
+    def codes(self, tokens: int) -> int:   # with the silence around the words
+        "The most codes of a text that has not run away."
+        return round(self.most * tokens) + _SECOND // (1 + (tokens <= SHORT_TOKENS))
 
 def _code_rates(
     folder: str | Path,    # of a cache
@@ -146,14 +150,18 @@ def _inspect_codes(
     elif len(codes) >= limit: found.append({'found': 'no end'})
     word = None if _TEXT_REPEATS.search(text.lower()) else _repeated_word(codes[:kept])
     if word: found.append({'found': 'repeated word', 'at': word[0], 'codes': word[1]})
-    short = tokens <= SHORT_TOKENS
-    most, least = round(rate.most * tokens) + _SECOND // (1 + short), int(rate.least * tokens)
-    if kept > most: found.append({'found': _SHORT_NOISE if short else 'too many codes',
-                                  'codes': kept, 'expected': most})
+    most, least = rate.codes(tokens), int(rate.least * tokens)
+    if kept > most:
+        kind = 'noise after a short text' if tokens <= SHORT_TOKENS else 'too many codes'
+        found.append({'found': kind, 'codes': kept, 'expected': most})
     if kept < least: found.append({'found': 'too few codes', 'codes': kept, 'expected': least})
     return kept, found
 
 def _unsolved(found: list[dict]) -> int: return sum('done' not in fault for fault in found)
+
+def _code_limit(speaker: Speaker, tokens: int, language: str) -> int:
+    "The codes after which a text has run away, so that no more are made."
+    return min(speaker.max_codes, speaker.rates.get(language, _Rate()).codes(tokens) + 1)
 
 # %% ../../nbs/speech/guard.ipynb #b51b50b8
 RETRIES, _RETRY_TEMPERATURE = 2, 0.75
@@ -182,12 +190,14 @@ class GuardedSpeaker(Speaker):
     def _codes(self, texts, languages, voices, sampling):
         tokens, rows = [len(self._ids(*given)) for given in zip(texts, languages)], range(len(texts))
         seeds = np.broadcast_to(sampling.seed, len(texts))
+        limits = [_code_limit(self, *given) for given in zip(tokens, languages)]
         def attempt(rows, sampling):
+            sampling = sampling._replace(limit=[limits[row] for row in rows])
             given = ([each[row] for row in rows] for each in (texts, languages, voices))
             made = map(np.asarray, Speaker._codes(self, *given, sampling))
             for row, codes, n, states in zip(rows, *made):
                 text, rate = texts[row], self.rates.get(languages[row], _Rate())
-                kept, found = _inspect_codes(codes[:n], tokens[row], text, len(codes), rate)
+                kept, found = _inspect_codes(codes[:n], tokens[row], text, self.max_codes, rate)
                 word = self.check_words and _missing_word(
                     self, text, languages[row], voices[row], codes[:kept])
                 if word: found.append({'found': 'missing word', 'word': word})
@@ -211,9 +221,9 @@ def padded(rows: list[np.ndarray], value: int) -> tf.Tensor:   # (S, ...) each -
     return tf.constant(np.stack([np.pad(row, fill(row), constant_values=value) for row in rows]))
 
 def _settled(first: list[dict], codes, states, kept: int, found: list[dict]) -> tuple:
-    "The best attempt, trimmed if its text is short, and the report on it and on the first attempt."
+    "The best attempt, trimmed if it has run away, and the report on it and on the first attempt."
     report = [] if found is first else [fault | {'done': 'spoken again'} for fault in first]
     for fault in found:
-        if fault['found'] == _SHORT_NOISE: kept, fault = fault['expected'], fault | {'done': 'trimmed'}
+        if fault.get('expected', kept) < kept: kept, fault = fault['expected'], fault | {'done': 'trimmed'}
         report.append({'done': 'left'} | fault)
     return codes, states, kept, report

@@ -30,7 +30,7 @@ from ..models.gpt import GPT
 from xtts_nb.speech.generate import (
     advance_rows, begin_rows, _empty_cache, faded, _fresh_rows, longer_ring, piece_seeds, Sampling, Speaker,
     Voice)
-from .guard import _inspect_codes, _Rate, _retry_sampling, _settled, _unsolved
+from .guard import _code_limit, _inspect_codes, _Rate, _retry_sampling, _settled, _unsolved
 from .long import speak_long, _spoken_pieces
 
 # %% ../../nbs/speech/stream.ipynb #57e00006
@@ -439,7 +439,7 @@ class _SpeechRequest:
         voice: Voice,
         sampling: Sampling,
         speed: float,
-        making: Callable,            # () -> a context in which sound is made
+        making: Callable,            # due -> a context in which sound is made
         due: float,                  # when it is wanted, on the monotonic clock
     ):
         self.ids, self.voice, self.sampling, self.speed, self._making = ids, voice, sampling, speed, making
@@ -461,7 +461,7 @@ class _SpeechRequest:
 
     def __iter__(self) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
         for make in self.parts():
-            with self._making(): wav = make()
+            with self._making(self.due): wav = make()
             if len(wav): yield wav
 
     def cancel(self):
@@ -517,7 +517,7 @@ def __iter__(self: _GuardedRequest) -> Iterator[np.ndarray]:   # samples (N,) fl
     if best is None: return
     codes, states, kept, self.report = _settled(first[-1], *best)
     stream = _SoundStream(self.speaker, self.request.voice, self.request.speed)
-    with self.request._making(): wav = stream.feed(codes[:kept], states[:kept + 1], True)
+    with self.request._making(self.request.due): wav = stream.feed(codes[:kept], states[:kept + 1], True)
     if len(wav): yield wav
 
 # %% ../../nbs/speech/stream.ipynb #aab80fb5
@@ -540,7 +540,8 @@ class Engine:
     def __init__(self, speaker: Speaker, rows: int = 8, chunk: int = 16, widths: tuple[int, ...] = (64, 128)):
         self.speaker, self.sample_rate = speaker, speaker.sample_rate
         self.rows, self._waiting, self._speaking = SpeechRows(speaker, rows, chunk, widths), [], {}
-        self._changed, self._turn = threading.Condition(), threading.Semaphore(cores())
+        self._changed, self._turn = threading.Condition(), threading.Condition()
+        self._makers, self._sounding = [], 0   # who wait to make sound; how many do
         self._start()
 
     def _start(self):
@@ -566,8 +567,20 @@ class Engine:
         self._took[kind] = time.monotonic() - began
 
     @contextmanager
-    def _making(self):
-        with self._turn, self._call('sound'): yield
+    def _making(self, due: float):
+        "As many at once as there are cores; the text that is due first goes first."
+        with self._turn:
+            self._makers.append(me := [due])
+            self._turn.wait_for(lambda: self._sounding < cores() and me is min(self._makers))
+            self._makers.remove(me)
+            self._sounding += 1
+            self._turn.notify_all()
+        try:
+            with self._call('sound'): yield
+        finally:
+            with self._turn:
+                self._sounding -= 1
+                self._turn.notify_all()
 
     @property
     def calls(self) -> int: return len(self._calls)   # of TensorFlow, under way
@@ -627,8 +640,10 @@ def submit(self: Engine,
 
 @patch
 def _queue(self: Engine, text, language, voice, sampling, speed, due) -> _SpeechRequest:
-    request = _SpeechRequest(self.speaker._ids(text, language), voice, sampling,
-                            speed or self.speaker.speech.speed, self._making, due)
+    ids = self.speaker._ids(text, language)
+    most = _code_limit(self.speaker, len(ids), language)
+    request = _SpeechRequest(ids, voice, sampling._replace(limit=min(most, sampling.limit or most)),
+                             speed or self.speaker.speech.speed, self._making, due)
     with self._changed:
         if self._closed: raise EngineClosed('The engine is closed; start another.')
         self._waiting.append(request)
