@@ -60,6 +60,7 @@ def test_a_row_of_the_service():
 @pytest.mark.slow
 def test_200_clients_at_once():
     "A real engine: 12 have a place and are spoken, the others know at once that there is none."
-    (row,) = _service_load(_load_speaker()[0], clients=(200,), rounds=1, rows=4, queue=8)
+    new, row = _service_load(_load_speaker()[0], clients=(0, 200), rounds=1, rows=4, queue=8)
+    assert new['admitted'] == 8 and new['name'] == 'a newcomer'
     assert row['admitted'] >= 12 and row['admitted'] + row['refused'] == 200 and not row['late']
     assert row['refused_p99_ms'] < row['first_p50_ms']

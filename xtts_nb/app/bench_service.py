@@ -29,12 +29,13 @@ from ..speech.guard import run_rates
 from ..speech.stream import Engine
 
 # %% ../../nbs/app/bench_service.ipynb #5bed1011
-def _clients(host: str, port: int, body: str, waves: list[int]):
+def _clients(host: str, port: int, body: str, book: str, rows: int, waves: list[int]):
     "For each wave (a number of clients): status, seconds to first sound and to the end, of each client."
     import asyncio, time
-    head = f'POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}'
 
-    async def ask(i):
+    async def ask(body):
+        head = ('POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nConnection: close\r\n'
+                f'Content-Length: {len(body)}')
         began = time.perf_counter()
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(f'{head}\r\n\r\n{body}'.encode())
@@ -44,7 +45,15 @@ def _clients(host: str, port: int, body: str, waves: list[int]):
         writer.close()
         return status, first, time.perf_counter() - began
 
-    async def wave(n): return await asyncio.gather(*map(ask, range(n)))
+    async def newcomer():
+        books = [asyncio.create_task(ask(book)) for _ in range(rows)]
+        await asyncio.sleep(3.)   # each row speaks
+        answer = await ask(body)
+        for task in books: task.cancel()
+        await asyncio.gather(*books, return_exceptions=True)
+        return [answer]
+
+    async def wave(n): return await asyncio.gather(*map(ask, [body] * n)) if n else await newcomer()
     for n in waves: yield asyncio.run(wave(n))
 
 # %% ../../nbs/app/bench_service.ipynb #5bed1013
@@ -61,14 +70,16 @@ def _load_row(
     medians = [statistics.median(a[1] for a in wave if a[0] == 200)
                for wave in waves if any(a[0] == 200 for a in wave)]
     p50, p99 = np.percentile([1e3 * a[1] for a in spoken], [50, 99])
-    return {'name': f'{clients} client{"s" * (clients > 1)}', 'first_p50_ms': round(p50, 1),
+    name = f'{clients} client{"s" * (clients > 1)}' if clients else 'a newcomer'
+    return {'name': name, 'first_p50_ms': round(p50, 1),
             'first_p99_ms': round(p99, 1), 'spread': round(_Arm('', medians).spread, 3), 'waves': len(waves),
             'admitted': len(spoken), 'refused': len(refused), 'late': len(late),
             'refused_p99_ms': round(np.percentile([1e3 * a[1] for a in refused], 99), 1) if refused else None}
 
 # %% ../../nbs/app/bench_service.ipynb #5bed1015
 _LOAD_TEXT = 'The quick brown fox jumps over the lazy dog.'
-_CLIENTS, _ONE_CLIENT_WAVES = (1, 8, 32, 200), 8   # a single client comes so much more often, for its p99
+_CLIENTS = 1, 0, 8, 32, 200   # 0: one client while each row speaks a long text
+_ONE_CLIENT_WAVES = 8         # a single client comes so much more often, for its p99
 
 def _load_speaker(model: str | Path | None = None) -> tuple[Speaker, str]:   # and what it is
     "The speaker of a model; without one, of a small one that never stops."
@@ -112,12 +123,13 @@ def _service_load(
     from xtts_nb.speech.serve import SpeechService   # needs the packages of the extra `serve`
     engine, voice = Engine(speaker, rows), speaker.listen(synthetic_voice(2.))
     engine.warm_up(voice)
-    body = json.dumps({'input': text, 'voice': 'a', 'response_format': 'pcm'})
-    turns = [n for n in clients for _ in range(rounds * (_ONE_CLIENT_WAVES if n == 1 else 1))]
+    body, book = (json.dumps({'input': (text + ' ') * n, 'voice': 'a', 'response_format': 'pcm'})
+                  for n in (1, 4000 // len(text)))
+    turns = [n for n in clients for _ in range(rounds * (_ONE_CLIENT_WAVES if n < 2 else 1))]
     waves = {n: [] for n in clients}
     with (_served(SpeechService(engine, lambda: {'a': voice}, queue)) as port,
           Peer(sys.executable, _clients, needs='the clients', host='127.0.0.1', port=port, body=body,
-               waves=[clients[0], *turns]) as ask):
+               book=book, rows=rows, waves=[clients[0], *turns]) as ask):
         ask()   # not counted
         for done, n in enumerate(turns, 1):
             waves[n].append(ask())

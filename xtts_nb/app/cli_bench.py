@@ -223,6 +223,7 @@ def _bench_service(
 ):
     """Time to first audio for 1, 8, 32 and 200 simultaneous clients, with 8 rows and a queue of 64.
 
+    a newcomer: one client while every row speaks a long text
     first_p50_ms, first_p99_ms: from the connection to the first sound, of the clients that were admitted
     admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
     refused_p99_ms: until a client receives its rejection"""
