@@ -166,6 +166,7 @@ say aa --model empty --voice v.wav > config.yaml
 say --model RUN --voice corpus/wavs/good.wav > text
 say aa --model RUN --voice corpus/wavs/good.wav --language xx > xx
 say aa --model RUN --voice corpus/wavs/text.wav > text.wav
+say aa --model RUN --voice corpus/wavs/good.wav --say-as bad.yaml > pronunciations
 evaluate empty --model empty > empty
 serve --model RUN --voices empty --voice-alias x > NAME=VOICE
 voices add a/b empty --model RUN --voices v > a/b

@@ -190,6 +190,16 @@ def test_what_real_clients_send(client, toy, service, name, asked, kind, voice):
     mp3 = b''.join(base64.b64decode(e['audio']) for e in events[:-1])
     assert len(soundfile.read(io.BytesIO(mp3))[0]) == 3 * PART and events[-1]['usage']['output_tokens'] == 48
 
+def test_mixed_voices_and_own_pronunciations(client, toy, service):
+    voices = {name: Voice(np.full((4, 64), value), None) for name, value in (('a', 0.), ('b', 3.))}
+    service.voices, service.aliases = lambda: voices, {'both': 'a+alloy+b'}
+    service.say_as = lambda text: text.replace('bb', 'dd')
+    for name, mean in (('a+b', 1.5), ('a + b', 1.5), ('both', 1.), ('b+both', None), ('a' + '+a' * 8, None)):
+        answer = client.post(_SPEECH, json=ASKED | {'voice': name})
+        assert answer.status_code == (404 if mean is None else 200)
+        if mean is not None: assert np.ptp(toy.submitted[-1].given[1].prompt - mean) < 1e-9
+    assert toy.submitted[-1].text == 'aa dd.'
+
 @pytest.mark.parametrize('headers, status', [
     ({}, 200), ({'Host': '192.168.1.2:8000'}, 200), ({'Host': 'tts.example'}, 200),
     ({'Host': 'evil.example'}, 403), ({'Host': 'localhost.evil.example:8000'}, 403),

@@ -25,6 +25,7 @@ Model = option(Path, 'Folder of a model or of a run.', '--model', **_MODEL)
 _Voices = option(Path, 'Folder of saved voices.')
 _DecoderPrecision = option(str | None, 'Precision of HiFi-GAN: float32, or bfloat16 where the CPU has it.')
 _Weights = option(str | None, 'Weights of the GPT in speech: float, or int8, which a CPU reads faster.')
+_SayAs = option(Path | None, 'YAML file of pronunciations; in each line WORD: as it is said.', **_EXISTS)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0012
 def _text_of(text: str | None, file: Path | None) -> str:
@@ -72,7 +73,7 @@ def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool)
 
 # %% ../../nbs/app/cli_speak.ipynb #5d65bdf9
 @_speech('say', example="'Hello there.' --model runs/mine --voice me.wav", groups={
-    'Speech': 'temperature top_k top_p repetition_penalty speed seed decoder_precision weights',
+    'Speech': 'say_as temperature top_k top_p repetition_penalty speed seed decoder_precision weights',
     'Faults': 'retries check_words', 'Output': 'out stream pcm'})
 def _say(
     model: Model,
@@ -81,6 +82,7 @@ def _say(
     text: argument(str | None, 'Text to speak, of any length.') = None,
     text_file: option(Path | None, 'File with the text, in UTF-8; - reads stdin.') = None,
     language: option(str, 'Language of the text; auto detects it for each sentence.') = 'en',
+    say_as: _SayAs = None,
     out: option(Path | None, 'WAV file to write; default: say.wav.') = None,
     temperature: option(float | None, '0 takes the most probable code; higher values vary more.') = None,
     top_k: option(int | None, 'Sample from at most this many of the most probable codes.') = None,
@@ -113,7 +115,9 @@ def _say(
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
     from xtts_nb.speech.guard import GuardedSpeaker, run_rates
+    from xtts_nb.speech.long import say_as as pronounced
     from xtts_nb.speech.stream import _check_replaceable, speak_file
+    if say_as: text = pronounced(say_as)(text)
     if not (stream or pcm): _check_replaceable(out)
     with progress() as tell:
         tell('load the model', 0, 1)
@@ -349,7 +353,8 @@ def _aliases(given: list[str]) -> dict[str, str]:
 
 @_speech('serve', example='--model runs/mine --voices voices --port 8000', groups={
     'Network': 'port host key cors allow_host private_lists',
-    'Load': 'rows queue wait max_characters grace', 'Speech': 'language decoder_precision weights'})
+    'Load': 'rows queue wait max_characters grace',
+    'Speech': 'language say_as decoder_precision weights'})
 def _serve(
     model: Model,
     voices: option(Path, 'Folder of saved voices; it may change while the service runs.', **_FOLDER),
@@ -360,6 +365,7 @@ def _serve(
     language: option(str | None, 'Language of requests that name none; auto detects it. Default: en, else '
                                  'the first of the model.') = None,
     rows: option(int, 'Texts that are spoken at once.', min=1) = 8,
+    say_as: _SayAs = None,
     decoder_precision: _DecoderPrecision = None,
     weights: _Weights = None,
     queue: option(int, 'Texts that may wait; beyond them clients get status 429.', min=1) = 64,
@@ -380,11 +386,13 @@ def _serve(
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
     from xtts_nb.speech.guard import run_rates
+    from xtts_nb.speech.long import say_as as pronounced
     from xtts_nb.speech.serve import _check_port, _refuse_empty, serve, SpeechService, VoiceFolder
     from xtts_nb.speech.stream import Engine
     from xtts_nb.speech.voices import load_voice, voice_model
     _refuse_empty(key)
     _check_port(host, port)
+    said = pronounced(say_as) if say_as else str
     with progress() as tell:
         tell('load the model', 0, 1)
         speaker = Speaker(XTTS.load(model), rates=run_rates(model), **settings)
@@ -392,7 +400,7 @@ def _serve(
         folder = VoiceFolder(voices, load, to_stderr)
         engine = Engine(speaker, rows)
         service = SpeechService(engine, folder, queue, max_characters, language, key, wait, aliases, cors,
-                                allow_host, private_lists)
+                                allow_host, private_lists, said)
         tell('compile', 0, 1)
         engine.warm_up()
     serve(service, host, port, grace, log=to_stderr,

@@ -261,6 +261,7 @@ class _Metrics:
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0017
 _AHEAD = 2   # pieces of a request in the engine
+_MIXED = 8   # voices between which one voice may be
 
 def _refuse_empty(key: str | None):
     "Raises `UserError` for a key that protects nothing."
@@ -281,6 +282,7 @@ class SpeechService:
         origins: tuple = (),            # of web pages that may speak here; *: all
         hosts: tuple = (),              # names of this service, besides those of a local network
         private_lists: bool = False,    # ask for the key for the lists of voices and models too
+        say_as=str,                     # a text -> as it is said, as of `long.say_as`
     ):
         _refuse_empty(key)
         self.engine, self.voices, self.queue, self.max_characters = engine, voices, queue, max_characters
@@ -290,7 +292,8 @@ class SpeechService:
         self.language = language or ('en' if 'en' in known else known[0])
         self.key, self.wait, self.metrics = key and key.strip(), wait, _Metrics(engine)
         self.aliases, self.origins, self.hosts = aliases or {}, tuple(origins), {*hosts}
-        self.private_lists, self.ignored = private_lists, set()   # names of fields without effect
+        self.private_lists, self.say_as = private_lists, say_as
+        self.ignored = set()   # names of fields without effect
         self.rows, self.formats = len(engine.rows.streams), _sound_formats()
         self.open, self.ends = 0, None   # requests under way; when the last must have ended, after SIGTERM
         self.threads = anyio.CapacityLimiter(self.rows + queue)
@@ -376,12 +379,17 @@ def revive(self: SpeechService) -> bool:
 # %% ../../nbs/speech/serve.ipynb #5e7e0a18
 @patch
 def voice_named(self: SpeechService, name: str):
-    "A voice of the folder; OpenAI's names are those that are there, in turn; raises `ServiceError`."
+    "A voice of the folder, or the mean of some, `a+b`; OpenAI's are those that are there, in turn."
+    from xtts_nb.speech.voices import _mean_voice
     voices, name = self.voices(), self.aliases.get(name, name)
-    if name in voices: return voices[name]
-    if name in VOICES and voices: return voices[[*voices][VOICES.index(name) % len(voices)]]
-    raise ServiceError(404, f'There is no voice "{name[:80]}"; there is {", ".join(voices) or "none"}.',
-                       'voice', 'voice_not_found')
+    def one(name):
+        name = self.aliases.get(name, name)
+        if name in voices: return voices[name]
+        if name in VOICES and voices: return voices[[*voices][VOICES.index(name) % len(voices)]]
+        raise ServiceError(404, f'There is no voice "{name[:80]}"; there is {", ".join(voices) or "none"}.',
+                           'voice', 'voice_not_found')
+    if name in voices or len(parts := name.split('+', _MIXED - 1)) == 1: return one(name)
+    return _mean_voice([one(part.strip()) for part in parts], [1 / len(parts)] * len(parts))
 
 @patch
 async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(piece, whether it streams)]
@@ -401,7 +409,8 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
     soon = not speaker.decoder   # as for `stream_text`
     if not wanted.input.strip():
         raise ServiceError(400, 'The text is empty; give the model something to say.', code='invalid_input')
-    try: pieces, tokens = await run_sync(_text_pieces, speaker, wanted.input, language, soon)
+    text = await run_sync(self.say_as, wanted.input)
+    try: pieces, tokens = await run_sync(_text_pieces, speaker, text, language, soon)
     except UserError as error: raise ServiceError(400, str(error), code='invalid_input') from None
     spoken, wanted._tokens = [(piece, n) for piece, n in zip(pieces, tokens) if n], sum(tokens)
     streams = spoken and speaker.decoder and wanted.response_format != 'flac' and spoken[0][1] > SHORT_TOKENS

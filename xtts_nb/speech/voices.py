@@ -212,6 +212,11 @@ def _import_voices(
     return [_read_voice(file)[1] for file in paths]
 
 # %% ../../nbs/speech/voices.ipynb #7e1c0016
+def _mean_voice(voices: list[Voice], shares: list[float]) -> Voice:
+    "A voice between voices of one model; the shares sum to 1."
+    mean = lambda parts: None if parts[0] is None else sum(s * x for s, x in zip(shares, parts))
+    return Voice(*map(mean, zip(*voices)))
+
 def blend_voices(
     folder: str | Path,
     name: str,                  # of the new voice
@@ -229,8 +234,7 @@ def blend_voices(
         raise UserError(f'{folder}: {", ".join(weights)} were made by different models; '
                         'add them again with one.')
     shares = [w / total for w in weights.values()]
-    mean = lambda parts: None if parts[0] is None else sum(s * x for s, x in zip(shares, parts))
-    _save_voice(path, Voice(*map(mean, zip(*voices))), rows[0]['model'],
+    _save_voice(path, _mean_voice(voices, shares), rows[0]['model'],
                [{'name': n, 'weight': round(s, 4)} for n, s in zip(weights, shares)])
     return _read_voice(path)[1]
 
