@@ -573,7 +573,7 @@ class _Gate:
             return await self.app(scope | ({'method': 'GET'} if method == 'HEAD' else {}), receive, send)
         except ServiceError as error: refusal = error
         except asyncio.CancelledError:   # the time for the end is over
-            if scope['notes']['status']: raise
+            if scope['notes']['status']: return   # uvicorn closes the connection of half an answer
             refusal = ServiceError(503, 'The service is shutting down.', Retry_After='10')
         await _error_answer(refusal)(scope, receive, send)
 
