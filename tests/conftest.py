@@ -56,7 +56,7 @@ def seeds(request):
 
 @pytest.fixture(scope='session', autouse=True)
 def float32_is_float32(request):
-    "On a GPU, as every command has it by `setup_tf`."
+    "On a GPU, as every command has it."
     if 'not cpu' in request.config.option.markexpr:
         import tensorflow as tf
         tf.config.experimental.enable_tensor_float_32_execution(False)

@@ -137,13 +137,15 @@ def precision_of_products() -> bool:
     assert ' dot(' in program
     return 'operand_precision={highest,highest}' in program
 
-def test_float32_is_float32_unless_tf32_is_asked_for():
-    setup_tf(threads=2)
+def test_float32_is_float32_where_it_must_be():
     enabled = tf.config.experimental.tensor_float_32_execution_enabled
-    assert not enabled() and precision_of_products()
+    before = enabled()
+    assert setup_tf(threads=2)['TF32'] == (None, before) and enabled() is before   # as TensorFlow has it
+    assert setup_tf(threads=2, tf32=False)['TF32'] == (False, False) and precision_of_products()
     with devices._products_in_tf32(True):
         assert enabled() and not precision_of_products()
         with devices._products_in_tf32(False): assert precision_of_products()
         assert enabled()
     with pytest.raises(KeyError), devices._products_in_tf32(True): raise KeyError
     assert not enabled()
+    setup_tf(threads=2, tf32=before)

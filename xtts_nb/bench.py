@@ -28,11 +28,13 @@ import numpy as np
 from .config import UserError
 
 # %% ../nbs/base/bench.ipynb #01199cbf
+_QUIET = 0.25   # the largest spread of a row with little variance, as a share of the median
+
 _COLUMNS = {   # (heading, format) of the values that rows hold
     'name': ('', '{}'), 'clips_per_s': ('clips/s', '{:,.1f}'), 'step_ms': ('ms per step', '{:,.1f}'),
     'ratio': ('speed', '{:,.1f} ×'), 'spread': ('spread', '± {:.0%}'), 'au': ('AU', '{:.0%}'),
-    'emulated_au': ('AU, emulated', '{:.0%}'), 'mfu': ('MFU', '{:.0%}'), 'cv': ('variation', '{:.1%}'),
-    'padding': ('padding', '{:.1%}'), 'limit_gflops': ('limit, GFLOP/s', '{:,.0f}'),
+    'mfu': ('MFU', '{:.0%}'), 'cv': ('variation', '{:.1%}'), 'padding': ('padding', '{:.1%}'),
+    'limit_gflops': ('limit, GFLOP/s', '{:,.0f}'),
     'steps_per_s': ('steps/s at AU 99 %', '{:,.1f}'), 'tokens_per_s': ('codes/s', '{:,.1f}'),
     'rtf': ('s of computing per s of sound', '{:.3f}'),
     'first_sound_ms': ('ms to the first sound', '{:,.0f}'), 'cpu_ms': ('ms of CPU time', '{}'),
@@ -41,10 +43,11 @@ _COLUMNS = {   # (heading, format) of the values that rows hold
     'first_p99_ms': ('p99', '{}'), 'refused_p99_ms': ('ms to a refusal, p99', '{}')}
 
 def _rows_cells(rows: list[dict]) -> list[list[str]]:   # the headings, then a line for each row
-    "Rows of a comparison as texts with their units."
+    "Rows of a comparison as texts with their units; a large spread is marked."
     column = lambda key: _COLUMNS.get(key, (key, '{}'))
-    return [[column(key)[0] for key in rows[0]],
-            *(['–' if v is None else column(key)[1].format(v) for key, v in row.items()] for row in rows)]
+    noisy = lambda key, v: ', noisy' if key == 'spread' and v > _QUIET else ''
+    text = lambda key, v: '–' if v is None else column(key)[1].format(v) + noisy(key, v)
+    return [[column(key)[0] for key in rows[0]], *([text(*pair) for pair in row.items()] for row in rows)]
 
 def rows_markdown(rows: list[dict]) -> str:
     "Rows of a comparison as a Markdown table."
@@ -78,11 +81,16 @@ class Comparison:
     unit: str
 
     def rows(self) -> list[dict]:
-        "`{name, <unit>, ratio, spread}`; `ratio` is relative to the first arm; one round has no spread."
+        "`{name, <unit>, ratio, spread, rounds}`; one round has no spread."
         value = {'clips_per_s': lambda s: 1 / s, 'step_ms': lambda s: s * 1e3, 'start_s': float}[self.unit]
-        base = self.arms[0].per_item
-        return [{'name': a.name, self.unit: round(value(a.per_item), 3), 'ratio': round(base / a.per_item, 2),
-                 'spread': round(a.spread, 3) if len(a.times) > 1 else None} for a in self.arms]
+        return [{'name': a.name, self.unit: round(value(a.per_item), 3), 'ratio': round(factor.per_item, 2),
+                 'spread': round((factor if a is not self.arms[0] else a).spread, 3) if len(a.times) > 1
+                 else None, 'rounds': len(a.times)} for a, factor in zip(self.arms, self._factors())]
+
+    def _factors(self) -> list[_Arm]:
+        "How many times as fast as the first arm each one is, by round."
+        first = self.arms[0].times
+        return [_Arm(a.name, [t / own for t, own in zip(first, a.times)]) for a in self.arms]
 
     def _repr_markdown_(self) -> str: return rows_markdown(self.rows())
 

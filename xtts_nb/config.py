@@ -191,6 +191,7 @@ def setup_tf(
     threads: int | None = None,       # within an op and between ops; default: environment, else one per core
     memory_growth: bool = True,       # take GPU memory as needed instead of all of it
     memory_limit: int | None = None,  # MiB of each GPU, reserved at once; default: environment, else none
+    tf32: bool | None = None,         # whether a GPU multiplies float32 in TF32; default: as TensorFlow has it
 ) -> dict:
     "Prepare TensorFlow; returns `{setting: (requested, got)}`, read back from TensorFlow."
     # CUDA puts the fastest card first; NVML, which reads their memory, counts by slot
@@ -205,8 +206,8 @@ def setup_tf(
     within, between = (threads or _environment_number(f'TF_NUM_{kind}OP_THREADS') or cores()
                        for kind in ('INTRA', 'INTER'))
     limit = memory_limit or _environment_number('XTTS_NB_MEMORY_LIMIT')
-    # float32 is float32 on every device; `training.gpt.tf32` changes it while a run trains
-    tf.config.experimental.enable_tensor_float_32_execution(False)
+    switch = tf.config.experimental
+    if tf32 is not None: switch.enable_tensor_float_32_execution(tf32)
     with suppress(RuntimeError):   # TensorFlow has started: the table shows what it kept
         tf.config.threading.set_intra_op_parallelism_threads(within)
         tf.config.threading.set_inter_op_parallelism_threads(between)
@@ -214,16 +215,16 @@ def setup_tf(
     for gpu in gpus:   # a card grows, or it has limits: TensorFlow refuses the other (`ValueError`)
         with suppress(RuntimeError, ValueError):
             if limit: tf.config.set_logical_device_configuration(gpu, parts)
-            else: tf.config.experimental.set_memory_growth(gpu, memory_growth)
+            else: switch.set_memory_growth(gpu, memory_growth)
     got = {'intra-op threads': (within, tf.config.threading.get_intra_op_parallelism_threads()),
-           'inter-op threads': (between, tf.config.threading.get_inter_op_parallelism_threads())}
+           'inter-op threads': (between, tf.config.threading.get_inter_op_parallelism_threads()),
+           'TF32': (tf32, switch.tensor_float_32_execution_enabled())}
     for gpu in gpus:
         if limit:
             parts = tf.config.get_logical_device_configuration(gpu)
             got[f'memory limit {gpu.name}'] = (limit, parts[0].memory_limit if parts else None)
         else:
-            growth = tf.config.experimental.get_memory_growth(gpu)
-            got[f'memory growth {gpu.name}'] = (memory_growth, growth)
+            got[f'memory growth {gpu.name}'] = (memory_growth, switch.get_memory_growth(gpu))
     return got
 
 # %% ../nbs/00_config.ipynb #1933433c

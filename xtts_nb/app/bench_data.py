@@ -19,6 +19,7 @@ from ..data.audio import load_audio, log_mel_numpy
 from ..data.cache import Cache
 from ..data.native import (
     batches_of, BatchPlan, CacheReader, MelReader, _mels_of, _OnlineReader, WavReader)
+from ..devices import _products_in_tf32
 from ..sampler import emulated_probe, EmulatedDevice, Sampler
 
 # %% ../../nbs/app/bench_data.ipynb #d596323e
@@ -99,6 +100,7 @@ def _with_mels(batch: dict, plan: BatchPlan, stats: np.ndarray) -> dict:
     return others | {'mel': tf.where(inside, mel, 0), 'reference': tf.gather(voice, place, batch_dims=1)}
 
 # %% ../../nbs/app/bench_data.ipynb #9095245f
+@_products_in_tf32(False)
 def check_equal(
     plan: BatchPlan,
     stats: np.ndarray,            # (C,) mel constants of the DVAE

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from ..bench import _to_device, trace_count
 from ..config import UserError, XTTSConfig
+from ..devices import _products_in_tf32
 from ..models.dvae import DVAE
 from ..monitor.preflight import _Obstacle, preflight, preflight_lines
 from ..sampler import best_probe, nvml_probe, Sampler, summarise
@@ -205,6 +206,7 @@ def _sounds(batch: dict, config: XTTSConfig) -> dict:
                               'reference_wav': samples(config.data.reference_frames)}
 
 # %% ../../nbs/app/check.ipynb #b3f09c13
+@_products_in_tf32(False)
 def _preflight_rows(trial: _StepTrial) -> list[dict]:   # program, and the fields of `_Obstacle`
     "What a GPU could not do in the programs of this library, or only slowly."
     return [{'program': name} | o.to_dict() for name, program in _gpu_programs(trial).items()

@@ -304,7 +304,7 @@ def _from_checkout(
 def start(**requested):   # arguments of `setup_devices`
     "Prepare TensorFlow for a command, before it computes anything; returns the plan of its devices."
     from xtts_nb.config import setup_tf
-    setup_tf()
+    setup_tf(tf32=False)   # codes, parity and comparisons are exact; a training sets `training.gpt.tf32`
     _end_if_pressed()
     from xtts_nb.devices import setup_devices
     return setup_devices(say=to_stderr, **requested)

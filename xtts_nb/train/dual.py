@@ -24,7 +24,7 @@ from ..bench import _Arm, Comparison, _to_device
 from ..config import UserError, XTTSConfig
 from ..data.cache import Cache, Column
 from ..data.native import _BATCH, batches_of, BatchPlan, _mels_of, _one_reader, WavReader
-from ..devices import _DevicePlan
+from ..devices import _DevicePlan, _products_in_tf32
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
 from .step import compile_step
@@ -401,6 +401,7 @@ def dual_trainer(
         xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
         return Trainer(xtts, BatchPlan(cache, config.data), feed=feed, device=devices.model)
 
+@_products_in_tf32(False)
 def run_feed(trainer: Trainer, steps: int) -> tuple[list[float], Batches]:
     "Make some updates from update 0 on; returns their losses, and the batches with their spans."
     losses = []

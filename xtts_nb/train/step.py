@@ -22,6 +22,7 @@ from fastcore.basics import patch
 from ..bench import compare, _put_back, trace_count
 from ..config import GPTTraining, PartTraining, XTTSConfig
 from ..data.text import _TEXT_STOP
+from ..devices import _products_in_tf32
 from ..files import named_weights
 from ..models.gpt import _fold_seed, GPT, shifted
 from ..models.xtts import _POLICIES
@@ -433,6 +434,7 @@ def step_modes(
         steps[name] = compile_step(Update(gpt, training), training)
     return steps
 
+@_products_in_tf32(False)
 def _check_modes_agree(
     steps: dict,             # from `step_modes`
     batches: list[dict],
@@ -447,6 +449,7 @@ def _check_modes_agree(
         assert same, f'{name} computes different losses from {first}: {losses}'
     return losses
 
+@_products_in_tf32(False)
 def first_steps(
     steps: dict,             # from `step_modes`
     batch: dict,
@@ -460,6 +463,7 @@ def first_steps(
     return seconds
 
 # %% ../../nbs/30_trainer_xla.ipynb #998e65be
+@_products_in_tf32(False)
 def step_before_after(
     steps: dict,             # from `step_modes`
     batch: dict,
