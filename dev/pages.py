@@ -137,6 +137,7 @@ def readme(
                                 template_file='readme.md.j2')
     exporter.display_data_priority = list(SHOWN)
     text, _ = exporter.from_notebook_node(nb)
+    text = re.sub(r'\]\(#[^)]*\)', lambda link: link[0].lower(), text)   # as GitHub names headings
     return re.sub(r'\n{3,}', '\n\n', text).strip() + '\n', pictures
 
 

@@ -38,7 +38,7 @@ def test_figures_in_persian_are_those_of_the_record():
 @pytest.mark.parametrize('path', [ROOT / 'README.md', ROOT / 'README.fa.md', *notebooks()],
                          ids=lambda p: p.name)
 def test_every_link_to_a_file_or_a_part_of_a_page_is_there(path):
-    "As GitHub and Quarto address headings."
+    "As JupyterLab and nbconvert address the headings of a notebook, GitHub and Quarto those of Markdown."
     def read(path):
         if path.suffix != '.ipynb': return path.read_text(encoding='utf-8')
         return '\n\n'.join(c.source for c in pages.visible(path).cells if c.cell_type == 'markdown')
@@ -46,4 +46,6 @@ def test_every_link_to_a_file_or_a_part_of_a_page_is_there(path):
     for target, _, part in re.findall(r'\]\(((?!https?:)[^)#]*)(#([^)]+))?\)', read(path)):
         there = (path.parent / target).resolve() if target else path
         assert there.exists(), target
-        if part: assert part in map(slug, re.findall('^#+ (.*)$', read(there), re.MULTILINE)), (target, part)
+        names = lambda heading: (slug(heading), re.sub('[`*]', '', heading.strip()).replace(' ', '-'))
+        heads = re.findall('^#+ (.*)$', read(there), re.MULTILINE)
+        if part: assert part in [name for heading in heads for name in names(heading)], (target, part)

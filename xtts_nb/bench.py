@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'PHASES', 'PHASE_COLOURS', 'rows_markdown', 'Comparison', 'compare', 'trace_count', 'wait_for',
-           'host_syncs', 'accelerator_utilisation', 'fed_steps', 'timeline', 'Peer', 'png_bytes']
+           'host_syncs', 'accelerator_utilisation', 'fed_steps', 'Peer', 'png_bytes']
 
 # %% ../nbs/base/bench.ipynb #ee0d999d
 import inspect
@@ -232,17 +232,6 @@ def fed_steps(
         if sustained(middle): fed = middle
         else: starved = middle
     return fed
-
-# %% ../nbs/base/bench.ipynb #0087ce90
-def timeline(
-    batches: Iterable,
-    step_seconds: float,      # of the emulated accelerator
-    steps: int = 12,
-) -> list[tuple[float, float, float]]:   # (start, seconds waiting, seconds computing) of each step
-    "The time of an emulated training, split into waiting and computing, without the first batch."
-    ends = list(itertools.islice(_emulated_steps(batches, step_seconds), steps + 1))
-    start = ends[0][1]
-    return [(free - start, begin - free, end - begin) for (_, free), (begin, end) in itertools.pairwise(ends)]
 
 # %% ../nbs/base/bench.ipynb #99a689bc
 def _serve(main):

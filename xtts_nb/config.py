@@ -191,7 +191,7 @@ def setup_tf(
     threads: int | None = None,       # within an op and between ops; default: environment, else one per core
     memory_growth: bool = True,       # take GPU memory as needed instead of all of it
     memory_limit: int | None = None,  # MiB of each GPU, reserved at once; default: environment, else none
-    tf32: bool | None = None,         # whether a GPU multiplies float32 in TF32; default: as TensorFlow has it
+    tf32: bool | None = None,         # float32 products of a GPU in TF32; default: as TensorFlow has it
 ) -> dict:
     "Prepare TensorFlow; returns `{setting: (requested, got)}`, read back from TensorFlow."
     # CUDA puts the fastest card first; NVML, which reads their memory, counts by slot

@@ -173,12 +173,11 @@ def record_markdown(
 
 # %% ../nbs/base/records.ipynb #fac70001
 def factor_text(
-    one: dict,           # a record
-    name: str,           # of a row
-    rows: str = 'rows',  # its list in the record
+    one: dict, name: str,   # a record, and a row of it
+    rows: str = 'rows',     # the list that has the row
 ) -> str:
     "How many times as fast as the first row a row is; ± is the spread of that factor."
-    row, first = next(row for row in one[rows] if row['name'] == name), one[rows][0]
+    first, row = one[rows][0], next(row for row in one[rows] if row['name'] == name)
     # older records have the spreads of both times
     spread = row['spread'] if 'rounds' in row else math.hypot(row['spread'], first['spread'])
     rounds = f' over {row["rounds"]} rounds' if 'rounds' in row else ''

@@ -36,7 +36,7 @@ def ignored_by_c(): ctypes.CFUNCTYPE(None)(press)()
 def test_ctrl_c_that_native_code_renames_prints_or_loses_ends_a_command(monkeypatch, capfd, setup_tf):
     printed = []
     monkeypatch.setattr(sys, 'unraisablehook', printed.append)
-    monkeypatch.setattr('xtts_nb.config.setup_tf', setup_tf)
+    monkeypatch.setattr('xtts_nb.config.setup_tf', lambda **_: setup_tf())
     before, hook = signal.getsignal(signal.SIGINT), sys.excepthook
     if before is signal.SIG_IGN: pytest.skip('SIGINT is ignored, as in the background of a shell')
     assert main('merge', '.', '--out', 'cache') == 130

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ..bench import accelerator_utilisation, compare, fed_steps
 from ..config import DataConfig, UserError
-from ..data.audio import load_audio, log_mel_numpy
+from ..data.audio import _frame_count, load_audio, log_mel_numpy
 from ..data.cache import Cache
 from ..data.native import (
     batches_of, BatchPlan, CacheReader, MelReader, _mels_of, _OnlineReader, WavReader)
@@ -28,14 +28,14 @@ class PythonReader(_OnlineReader):
     log_mel = staticmethod(log_mel_numpy)
 
     def load(self, clip, other, start):
-        "One clip by soundfile and NumPy; the text is tokenised as well, as such loaders do."
-        self.cache.tokenizer.encode(self.cache.clips[int(clip)]['text'],
-                                    self.cache.clips[int(clip)]['language'])
-        wavs = [load_audio(self.names[i], self.audio.sample_rate) for i in (clip, other)]
-        mel = self.log_mel(wavs[0], self.audio.dvae_n_fft, self.audio)
-        voice = self.log_mel(wavs[1], self.audio.reference_n_fft, self.audio) / self.stats
-        frames = self.plan.data.reference_frames
-        voice = voice[start + np.arange(frames) % min(len(voice), frames)]
+        "One clip and the crop of its reference, by soundfile and NumPy."
+        audio, n, frames = self.audio, self.audio.reference_n_fft, self.plan.data.reference_frames
+        wav, voice = (load_audio(self.names[i], audio.sample_rate) for i in (clip, other))
+        count = min(_frame_count(len(voice)), frames)
+        first = max(start - n // 2 // audio.hop_length, 0)   # the crop's first window begins in this frame
+        crop = voice[first * audio.hop_length:(start + count - 1) * audio.hop_length + n // 2]
+        mel, voice = self.log_mel(wav, audio.dvae_n_fft, audio), self.log_mel(crop, n, audio) / self.stats
+        voice = voice[start - first + np.arange(frames) % count]
         return mel.astype(np.float32), voice.astype(np.float32)
 
     def sounds(self, clip, other, start, bucket):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import tensorflow as tf
 
-from ..bench import compare, host_syncs, trace_count
+from ..bench import compare, host_syncs, png_bytes, trace_count
 from ..config import XTTSConfig
 from ..devices import _products_in_tf32
 from ..models.xtts import step_flops
@@ -113,8 +113,9 @@ def step_speed(
 def busy_picture(
     one: dict,                  # a record of `busy`
     variants: dict[str, str],   # {row: its label}, from left to right
-):                              # matplotlib Figure
+):                              # IPython Image
     "The utilisation of a GPU in the last round of some variants of a training."
+    from IPython.display import Image
     last = {name: span for name, *span in arm_spans(one['arms'])}
     samples, arms, shift = [], [], 0.
     for name, label in variants.items():
@@ -123,4 +124,4 @@ def busy_picture(
         samples += [Sample(t - begin + shift, (GPU(0, one['device'], busy),))
                     for t, busy, _ in one['samples'] if begin < t <= end]
         shift += end - begin
-    return plot_samples(samples, f'{one["device"]}, {one["date"]}', arms=arms)
+    return Image(png_bytes(plot_samples(samples, f'{one["device"]}, {one["date"]}', arms=arms)))
