@@ -124,8 +124,7 @@ def test_threads_and_memory_as_given_else_as_the_environment_asks(start, monkeyp
     def got(*given, cards=1, **more):
         start(cards)
         return setup_tf(*given, **more)
-    threads = lambda within, between: {'intra-op threads': (within,) * 2, 'inter-op threads': (between,) * 2,
-                                       'TF32': (None, True)}
+    threads = lambda n, m: {'intra-op threads': (n,) * 2, 'inter-op threads': (m,) * 2, 'TF32': (None, True)}
     growing, still, limited = ({f'memory {kind} /physical_device:GPU:0': (value,) * 2} for kind, value in
                                (('growth', True), ('growth', False), ('limit', 500)))
     assert got() == threads(3, 3) | growing and got(2, memory_growth=False) == threads(2, 2) | still

@@ -139,13 +139,10 @@ def precision_of_products() -> bool:
 
 def test_float32_is_float32_where_it_must_be():
     enabled = tf.config.experimental.tensor_float_32_execution_enabled
-    before = enabled()
-    assert setup_tf(threads=2)['TF32'] == (None, before) and enabled() is before   # as TensorFlow has it
-    assert setup_tf(threads=2, tf32=False)['TF32'] == (False, False) and precision_of_products()
     with devices._products_in_tf32(True):
-        assert enabled() and not precision_of_products()
+        assert setup_tf(threads=2)['TF32'] == (None, True) and not precision_of_products()   # as it was
         with devices._products_in_tf32(False): assert precision_of_products()
-        assert enabled()
-    with pytest.raises(KeyError), devices._products_in_tf32(True): raise KeyError
-    assert not enabled()
-    setup_tf(threads=2, tf32=before)
+        assert enabled() and setup_tf(tf32=False)['TF32'] == (False, False) and precision_of_products()
+    before = enabled()
+    with pytest.raises(KeyError), devices._products_in_tf32(not before): raise KeyError
+    assert enabled() is before

@@ -114,9 +114,9 @@ def a_run(rate, most=1, host=0.25):
 def test_rows_are_medians_of_the_rounds():
     rows = _pipeline_rows({'a': [a_run(1 / 3, host=h) for h in (0.1, 0.2, 0.9)],
                            'b': [a_run(r, most) for r, most in ((1, 2), (4, 3), (2, 1))]}, 2 / 3)
-    assert rows == [{'name': 'a', 'rate': 0.333, 'ideal_rate': 0.667, 'ratio': 1., 'spread': 0.,
+    assert rows == [{'name': 'a', 'rate': 0.333, 'ideal_rate': 0.667, 'ratio': 1., 'spread': 0., 'rounds': 3,
                      'busy': {'host': 0.2, 'model': 0.5}, 'model_wait_share': 0.4286, 'ring_max': 1},
-                    {'name': 'b', 'rate': 2., 'ideal_rate': 0.667, 'ratio': 6., 'spread': 1.5,
+                    {'name': 'b', 'rate': 2., 'ideal_rate': 0.667, 'ratio': 6., 'spread': 1.5, 'rounds': 3,
                      'busy': {'host': 0.25, 'model': 0.5}, 'model_wait_share': 0.4286, 'ring_max': 3}]
     older = {k: v for k, v in rows[0].items() if k not in ('busy', 'ratio', 'spread')}
     assert [row['of the ideal'] for row in pipeline_table([*rows, older])] == ['49.9%', '299.9%', '49.9%']

@@ -80,7 +80,7 @@ def _say_rows(timed, firsts: dict[str, list[float]], seconds_per_code: float) ->
     return [{'name': row['name'], 'tokens_per_s': row['clips_per_s'],
              'rtf': round(arm.per_item / seconds_per_code, 4),
              'first_sound_ms': round(1e3 * statistics.median(firsts[row['name']][1:]), 1),
-             'ratio': row['ratio'], 'spread': row['spread']}
+             'ratio': row['ratio'], 'spread': row['spread'], 'rounds': row['rounds']}
             for arm, row in zip(timed.arms, timed.rows())]
 
 # %% ../../nbs/app/bench_say.ipynb #5bed000a

@@ -422,7 +422,7 @@ def _pipeline_rows(
     for row, measures, some in zip(Comparison(arms, 'clips_per_s').rows(), seen.values(), runs.values()):
         busy = [{r['name']: r['busy'] for r in _stage_rows(run.spans)} for run in some]
         rows.append({'name': row['name'], 'rate': row['clips_per_s'], 'ideal_rate': round(ideal_rate, 3),
-                     'ratio': row['ratio'], 'spread': row['spread'],
+                     'ratio': row['ratio'], 'spread': row['spread'], 'rounds': row['rounds'],
                      'busy': {stage: round(median(b[stage] for b in busy), 3) for stage in busy[0]},
                      'model_wait_share': round(median(m['model_wait_share'] for m in measures), 4),
                      'ring_max': max(run.most for run in some)})
