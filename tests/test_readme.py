@@ -42,10 +42,9 @@ def test_every_link_to_a_file_or_a_part_of_a_page_is_there(path):
     def read(path):
         if path.suffix != '.ipynb': return path.read_text(encoding='utf-8')
         return '\n\n'.join(c.source for c in pages.visible(path).cells if c.cell_type == 'markdown')
-    slug = lambda heading: re.sub(r'[^\w\- ]', '', heading.strip().lower()).replace(' ', '-')
+    names = lambda h: [re.sub(p, '', t).replace(' ', '-') for p, t in ((r'[^\w\- ]', h.lower()), ('[`*]', h))]
     for target, _, part in re.findall(r'\]\(((?!https?:)[^)#]*)(#([^)]+))?\)', read(path)):
         there = (path.parent / target).resolve() if target else path
         assert there.exists(), target
-        names = lambda h: (slug(h), re.sub('[`*]', '', h.strip()).replace(' ', '-'))
         heads = re.findall('^#+ (.*)$', read(there), re.MULTILINE) if part else []
         if part: assert any(part in names(heading) for heading in heads), (target, part)
