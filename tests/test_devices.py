@@ -9,7 +9,7 @@ from fake_dvae import Fake
 from process import server
 from xtts_nb import devices
 from xtts_nb.config import UserError, setup_tf
-from xtts_nb.data.prepare import prepare
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.devices import (
     _apply_plan, card_memory, card_names, _check_plan, _DevicePlan, _in_cluster, plan_devices, _plan_two,
     setup_devices)
@@ -127,7 +127,7 @@ def test_workers_that_encode_leave_the_cards_alone(corpus, small, tokenizer, tmp
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
     with pytest.raises(UserError) as e:
-        prepare(corpus, tmp_path / 'out', small, Telling(), tokenizer, shard_clips=5, workers=1)
+        encode_corpus(corpus, tmp_path / 'out', small, Telling(), tokenizer, shard_clips=5, workers=1)
     assert str(e.value) == "-1 '' ['CPU:0']"
 
 def precision_of_products() -> bool:

@@ -17,7 +17,7 @@ from xtts_nb.data.cache import (
     _verify_cache, _within_limits, _write_manifest, _write_shard, _write_table)
 from xtts_nb.data.corpora import _read_audio, read_corpus
 from xtts_nb.data.native import BatchPlan, WavReader, batches_of, _reader_of
-from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare
+from xtts_nb.data.prepare import ClipEncoder, mel_sample, encode_corpus
 from xtts_nb.data.repair import verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.models.dvae import load_dvae
@@ -47,9 +47,9 @@ def test_bad_clips_are_dropped_with_their_reason_as_far_as_is_allowed(mixed, sma
     tokenizer, allow = train_tokenizer(['aa bb'], ['en'], 48), lambda rate: small.replace(
         data={'max_drop_rate': rate})
     with pytest.raises(UserError, match='corpus.*6 of 9 clips cannot be used, .*data.max_drop_rate'):
-        prepare(mixed, tmp_path / 'out', allow(.66), dvae, tokenizer)
+        encode_corpus(mixed, tmp_path / 'out', allow(.66), dvae, tokenizer)
     assert not (tmp_path / 'out').exists()   # finished shards wait in `out.work`
-    report = prepare(mixed, tmp_path / 'out', allow(.67), dvae, tokenizer)
+    report = encode_corpus(mixed, tmp_path / 'out', allow(.67), dvae, tokenizer)
     dropped = {d['id']: d['reason'] for d in report['dropped']}
     assert report['clips'] == 3 and dropped.keys() == DROPPED.keys()
     assert all(DROPPED[k] in dropped[k] for k in DROPPED), dropped
@@ -221,7 +221,7 @@ def test_the_budget_decides_where_nothing_else_does(prepared):
 @pytest.fixture
 def replaced(copy, corpus, small, tokenizer):
     "Replaces the cache `copy` by one with other codes and files of the same sizes."
-    return lambda: prepare(corpus, copy, small, fake_dvae.Fake(gain=2.), tokenizer, shard_clips=5)
+    return lambda: encode_corpus(corpus, copy, small, fake_dvae.Fake(gain=2.), tokenizer, shard_clips=5)
 
 def test_a_plan_goes_on_with_the_cache_that_it_was_made_of(copy, replaced, small):
     "In memory or from files, whose batches are the same."
@@ -246,7 +246,7 @@ def test_what_is_opened_after_the_cache_was_replaced_is_refused(copy, replaced, 
     def late(path):   # the manifest of one and the shards of the other
         monkeypatch.undo()
         verify_and_fix_cache(copy)
-        prepare(mapped.manifest['source']['corpus'], copy, small, fake_dvae.Fake(), mapped.tokenizer)
+        encode_corpus(mapped.manifest['source']['corpus'], copy, small, fake_dvae.Fake(), mapped.tokenizer)
         return real(path)
     for use in (lambda: mapped.array('codes', 13), lambda: BatchPlan(mapped, small.data).stream(),
                 lambda: next(iter(plan.stream())),
@@ -258,13 +258,13 @@ def test_recordings_of_a_replaced_cache_are_refused(corpus, small, tokenizer, tm
     runtime, rows = small.replace(data={'preprocessing_mode': 'runtime'}), tmp_path / 'corpus'
     shutil.copytree(corpus, rows)
     for path in (rows / 'wavs').iterdir(): soundfile.write(path, soundfile.read(path)[0][::2], 11025)
-    prepare(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
+    encode_corpus(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
     plan = BatchPlan(Cache(tmp_path / 'out'), runtime.data)
     batches = iter(batches_of(WavReader(plan, np.ones(80, np.float32)), runtime.data))
     next(batches)
     table = (rows / 'metadata.csv').read_text().splitlines(keepends=True)
     (rows / 'metadata.csv').write_text(''.join(table[::-1]))
-    prepare(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
+    encode_corpus(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
     with pytest.raises(tf.errors.InvalidArgumentError, match='out: was replaced while it was read'):
         for _ in range(20): next(batches)
 

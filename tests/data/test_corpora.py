@@ -16,7 +16,7 @@ from xtts_nb.data.audio import load_audio, resample, save_audio, synthetic_voice
 from xtts_nb.data.corpora import (
     Clip, _Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE, _measure_clip,
     _read_audio, read_corpus, _read_rows, _reason_kind, report_text, summary, synthetic_corpus, visible)
-from xtts_nb.data.prepare import prepare
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.data.text import clean
 
 LINE = 'low-0|aa bb|aa bb|low|en'   # a row that can be used
@@ -133,7 +133,7 @@ def pipe(path): path.parent.mkdir(exist_ok=True), os.mkfifo(path)
 def test_metadata_of_which_nothing_can_be_read(folder, small, dvae, tmp_path, make, named):
     source = make(folder)
     with pytest.raises(UserError) as e:
-        prepare(source if str(source).endswith('nowhere') else folder, tmp_path / 'out', small, dvae)
+        encode_corpus(source if str(source).endswith('nowhere') else folder, tmp_path / 'out', small, dvae)
     assert named in str(e.value) and not (tmp_path / 'out').exists()
 
 def test_sound_may_lie_behind_a_link(folder, tmp_path):

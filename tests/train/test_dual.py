@@ -16,7 +16,7 @@ from process import main, python, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan, _CodeReader, _reader_of
-from xtts_nb.data.prepare import prepare
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.devices import _DevicePlan
 from xtts_nb.models.dvae import load_dvae
 from xtts_nb.train import dual as page
@@ -209,7 +209,7 @@ def test_what_a_data_device_cannot_do(prepared, runtime, mini):
 @pytest.mark.cpu
 def test_a_recording_that_is_gone(mine, mini, dvae, prepared, tmp_path):
     settings = mini.replace(data={'preprocessing_mode': 'runtime'})
-    prepare(mine, tmp_path / 'cache', settings, dvae, prepared.tokenizer)
+    encode_corpus(mine, tmp_path / 'cache', settings, dvae, prepared.tokenizer)
     trainer = dual_trainer(Cache(tmp_path / 'cache'), mini, ONE)
     for wav in mine.rglob('*.wav'): wav.unlink()
     with pytest.raises(UserError, match='verify --fix'): trainer.fit(4)

@@ -19,7 +19,7 @@ from cheap import read_eagerly
 from process import started, tree, xtts_nb
 from xtts_nb.config import GPTTraining, UserError, XTTSConfig
 from xtts_nb.data.cache import Cache
-from xtts_nb.data.prepare import prepare
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.data.text import Tokenizer, train_tokenizer
 from xtts_nb.files import named_weights, read_tensors, save_weights, write_tensors
 from xtts_nb.models.dvae import DVAE
@@ -247,7 +247,7 @@ def persian(corpus, base, tmp_path_factory) -> Cache:
     table.write_text(table.read_text(encoding='utf-8').replace('|en', '|fa').replace('aa', 'سگ'),
                      encoding='utf-8')
     grown = XTTS.load(base)
-    prepare(folder / 'corpus', folder / 'cache', grown.config, grown.dvae, grown.tokenizer)
+    encode_corpus(folder / 'corpus', folder / 'cache', grown.config, grown.dvae, grown.tokenizer)
     return Cache(folder / 'cache')
 
 def settings(mini, kind): return mini.replace(training={'gpt': {'finetune': kind}})
@@ -519,7 +519,7 @@ def test_the_full_size_trains_in_16_gb(corpus, tokenizer, tmp_path):
     if psutil.virtual_memory().available < 17e9: pytest.skip('it needs 16 GB of free memory')
     config = XTTSConfig.xtts_v2().replace(data={'batch_size': 1, 'pad_to_fixed_length': True},
                                           training={'gpt': {'steps': 2, 'log_every': 1}})
-    prepare(corpus, tmp_path / 'cache', config, DVAE(config), tokenizer)
+    encode_corpus(corpus, tmp_path / 'cache', config, DVAE(config), tokenizer)
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
     child = started('train', '--data', tmp_path / 'cache', '--config', tmp_path / 'run.yaml', '--run',
                     tmp_path / 'run', cold=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

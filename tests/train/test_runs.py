@@ -19,7 +19,7 @@ from xtts_nb.config import UserError
 from xtts_nb.data import native as data
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan
-from xtts_nb.data.prepare import prepare
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.files import append_line, _PART, read_tensors
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.speech.listen import Listener
@@ -196,7 +196,7 @@ def second(prepared, corpus, dvae, tmp_path_factory):
     shutil.copytree(corpus, folder / 'corpus')
     kept = (folder / 'corpus' / 'metadata.csv').read_text(encoding='utf-8').splitlines()[:4]
     (folder / 'corpus' / 'metadata.csv').write_text('\n'.join(kept) + '\n', encoding='utf-8')
-    prepare(folder / 'corpus', folder / 'cache', prepared.config, dvae, prepared.tokenizer)
+    encode_corpus(folder / 'corpus', folder / 'cache', prepared.config, dvae, prepared.tokenizer)
     return Cache(folder / 'cache')
 
 @pytest.fixture(scope='module')
@@ -204,7 +204,7 @@ def other(prepared, second, small):
     "The same clips as a cache, made with another encoder."
     dvae, home = DVAE(small), second.folder.parent
     dvae.mel_stats.assign(np.full(80, 4.))
-    prepare(home / 'corpus', home / 'other', prepared.config, dvae, prepared.tokenizer)
+    encode_corpus(home / 'corpus', home / 'other', prepared.config, dvae, prepared.tokenizer)
     return Cache(home / 'other')
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(cheap, prepared, second, other, mini, tmp_path):

@@ -26,7 +26,7 @@ from ..data.audio import load_audio
 from ..data.cache import Cache
 from ..data.corpora import Clip, read_corpus
 from ..data.native import CacheReader
-from ..data.prepare import mel_sample, prepare
+from ..data.prepare import mel_sample, encode_corpus
 from xtts_nb.files import (
     _check_own, check_results, fingerprint, has_keys, locked, read_json, _real_place, _without_part,
     write_json)
@@ -100,7 +100,7 @@ def _prepare_cache(corpus: Path, out: Path, config: XTTSConfig, stages: Stages) 
     rows, _ = read_corpus(corpus)
     progress = _with_note(stages.begin('train the DVAE'), 'mel loss {0[mel_loss]:.3f}')
     dvae, _ = train_dvae(mel_sample(rows, config), config, progress)
-    report = prepare(corpus, out / 'cache', config, dvae, progress=stages.begin('encode the clips'))
+    report = encode_corpus(corpus, out / 'cache', config, dvae, progress=stages.begin('encode the clips'))
     return Cache(out / 'cache'), report
 
 class _TrainedDemo(NamedTuple):

@@ -21,7 +21,7 @@ from ..files import atomic_folder
 
 # %% ../../nbs/data/merge.ipynb #f6972861
 def merge_caches(
-    parts: list[str | Path],   # folders made by `prepare` with `part`
+    parts: list[str | Path],   # folders made by `encode_corpus` with `part`
     out: str | Path,
     load: Callable | None = None,   # (path, config) -> the DVAE saved there; needed to compare codes
 ) -> dict:                     # the report

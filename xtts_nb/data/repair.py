@@ -13,7 +13,7 @@ from ..config import UserError, XTTSConfig
 from .cache import (
     Cache, _check_is_cache, file_sha, _load_shard, _own_name, _read_manifest, _verify_cache)
 from .corpora import read_corpus
-from .prepare import _encode_corpus, _locked, open_corpus, _places, _salvage
+from .prepare import _encode_rows, _locked, open_corpus, _places, _salvage
 from .text import clean, Tokenizer, train_tokenizer
 from ..files import atomic_folder, fingerprint, inside
 
@@ -78,7 +78,7 @@ def _prepare_again(folder: Path, manifest: dict, bad: set[str], source, load):
     tokenizer = _same_tokenizer(folder, manifest, corpus, config)
     with open_corpus(corpus / of['metadata'], folder, config, of['language'], of['layout'],
                      manifest['shard_clips'], tuple(manifest['part'])) as rows:
-        _encode_corpus(rows, load(folder / 'dvae.safetensors', config), tokenizer, learned=of['learned'],
+        _encode_rows(rows, load(folder / 'dvae.safetensors', config), tokenizer, learned=of['learned'],
                       mode=manifest['mode'],
                       accept=lambda made: _refuse_changes(folder, manifest, made, corpus))
 

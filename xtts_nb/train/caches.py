@@ -16,7 +16,7 @@ from pathlib import Path
 from ..config import UserError, workspace, XTTSConfig
 from ..data.cache import Cache, _changed_files, _read_manifest
 from ..data.corpora import layout_line
-from ..data.prepare import _check_shared, _encode_corpus, mel_sample, open_corpus
+from ..data.prepare import _check_shared, _encode_rows, mel_sample, open_corpus
 from ..data.text import Tokenizer
 from ..files import check_folder, fingerprint
 from ..models.dvae import DVAE, load_dvae
@@ -108,7 +108,7 @@ def prepare(
     _check_shared(part, dvae)
     with open_corpus(corpus, out, config, language, layout, part=part) as rows:
         encoder, tokenizer = given or (_learned(rows.clips, rows.work, out, key, config, say, tell), None)
-        return _encode_corpus(rows, encoder, tokenizer, workers, partial(tell, 'encode the clips'), key)
+        return _encode_rows(rows, encoder, tokenizer, workers, partial(tell, 'encode the clips'), key)
 
 # %% ../../nbs/train/caches.ipynb #37608279
 def _is_corpus(data: str | Path | None) -> bool:
@@ -146,5 +146,5 @@ def _temporary_cache(corpus: Path, tell: Callable = silent, data: dict | None = 
     with tempfile.TemporaryDirectory() as folder:
         with open_corpus(corpus, Path(folder) / 'cache', config) as rows:
             dvae = _train_dvae_for(rows.clips, rows.work, config, tell=tell)[0]
-            _encode_corpus(rows, dvae, progress=partial(tell, 'encode the clips'))
+            _encode_rows(rows, dvae, progress=partial(tell, 'encode the clips'))
         yield Cache(Path(folder) / 'cache')
