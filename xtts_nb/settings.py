@@ -145,10 +145,10 @@ def parse_assignments(given: Iterable[str]) -> dict:
     for text in given:
         key, equals, value = text.partition('=')
         if not (equals and '.' in key.strip()):
-            raise UserError(f'--set {text}: give KEY=VALUE, such as training.gpt.precision=bfloat16.')
+            raise UserError(f'{text}: give KEY=VALUE, such as training.gpt.precision=bfloat16.')
         try: out[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UserError(f'--set {text}: {value} is not a YAML value; put it in quotes.') from None
+            raise UserError(f'{text}: {value} is not a YAML value; put it in quotes.') from None
     return out
 
 # %% ../nbs/base/settings.ipynb #601d574a

@@ -9,9 +9,9 @@ __all__ = []
 from functools import partial
 from pathlib import Path
 
-from xtts_nb.app.terminal import (
-    argument, command, _EXISTS, _FOLDER, _load_settings, option, progress, _Settings, start, table,
-    to_stderr, Whisper)
+from .terminal import (
+    argument, command, _EXISTS, _FOLDER, _load_settings, option, progress, _Settings, start,
+    table, to_stderr, Whisper)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
 _data = partial(command, panel='Data')

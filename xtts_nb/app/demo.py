@@ -27,9 +27,9 @@ from ..data.cache import Cache
 from ..data.corpora import Clip, read_corpus
 from ..data.native import CacheReader
 from ..data.prepare import mel_sample, encode_corpus
-from xtts_nb.files import (
-    _check_own, check_results, fingerprint, has_keys, locked, read_json, _real_place, _without_part,
-    write_json)
+from ..files import (
+    _check_own, check_results, fingerprint, has_keys, locked, read_json, _real_place,
+    _without_part, write_json)
 from ..models.dvae import load_dvae
 from ..sampler import best_probe, Sampler
 from ..speech.evaluate import _score_sounds, _source_sounds, _Trial

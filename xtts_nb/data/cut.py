@@ -343,8 +343,8 @@ def _nothing_left(paths: list[Path], faults: dict[Path, str]) -> UserError:
     "Why no recording is left."
     path, reason = next(((p, f) for p, f in faults.items() if not f.startswith('no text')), (paths[0], ''))
     if not reason:
-        return UserError(f'{path}: no text next to it ({path.stem}{", ".join(_READ)}); give --text FILE, '
-                         'what is said in it, or --transcribe MODEL, a Whisper model that writes it.')
+        return UserError(f'{path}: no text next to it ({path.stem}{", ".join(_READ)}); give '
+                         '`text`, what is said in it, or `transcribe`, a Whisper model that writes it.')
     if len(paths) == 1: return UserError(f'{path}: {reason}.')
     return UserError(f'{path.parent}: no recording can be read or cut; the first, {path.name}: {reason}.')
 
@@ -370,7 +370,7 @@ def _unfinished_corpus(out: Path):   # yields the folder
     work = _with_ending(out, '.unfinished')
     if work.is_file() or work.is_dir() and not is_work(work, 'corpus.json'):
         raise UserError(f'{work}: holds something that is not ours, where unfinished work would be kept; '
-                        'choose another --out.')
+                        'choose another `out`.')
     with locked(work / 'lock', f'{out}: another run writes this corpus; wait for its end or choose another '
                                'folder.'):
         with _kept_work(work, 'corpus.json', out.name, _results, _remove_work): yield work
@@ -448,7 +448,7 @@ def _check_share(fits: list[_Fit], sentences: list[Sentence], speech: Speech, so
     if share >= 0.5 or filled >= 0.5: return
     raise UserError(
         f'{source}: only {len(fits)} of {len(sentences)} sentences of {text} are spoken here, in '
-        f'{filled:.0%} of the speech; give the text of this recording, and its --language.')
+        f'{filled:.0%} of the speech; give the text of this recording, and its `language`.')
 
 def _find_clips(
     sound: _SoundFrames, sentences: list[Sentence], spoken: list[_SpokenSentence], source, text,
@@ -609,7 +609,7 @@ def _readings(texts: dict[Path, list[str]], languages: dict, language: str) -> I
 def _cut(reading: _Reading, source: Path, text, stage: Callable) -> dict:
     "The clips of a reading, as JSON."
     sentences = _text_sentences(reading.paragraphs, reading.language)
-    if not sentences: raise UserError(f'{text}: nothing in it can be spoken; look at --language.')
+    if not sentences: raise UserError(f'{text}: nothing in it can be spoken; check `language`.')
     sound, recordings, faults = _measure_recordings(reading.paths, stage('read the recording'))
     spoken = _speak_sentences(sentences, reading.language, stage('speak the text'))
     result = _find_clips(sound, sentences, spoken, source, text, stage('align'))
@@ -971,14 +971,14 @@ def check_corpus(
             known += [part['clarity']] * bool(part['clarity'])
             done += len(group)
         if known and max(known) <= _ALIKE:
-            raise UserError(f'{source}: the texts fit no better than those of other clips; look at '
-                            '--language, for rows that are shifted, or for strong noise.')
+            raise UserError(f'{source}: the texts fit no better than those of other clips; check '
+                            '`language`, and look for rows that are shifted, or for strong noise.')
         result['dropped'] += [_dropped(name(c), 0., reason) for c, reason in faults.items()]
         result['dropped'] += [_dropped(d.id, 0., d.reason) for d in unread]
         if not result['clips']:
             first = result['dropped'][0]
             raise UserError(f'{source}: none of {len(rows) + len(unread)} clips fits its text '
-                            f'({first["source"]}: {first["reason"]}); look at the table, and at --language.')
+                            f'({first["source"]}: {first["reason"]}); look at the table, and check `language`.')
         _write_corpus(folder, result, source)
     return _told(result, False)
 
@@ -1000,11 +1000,11 @@ def corpus_text(result: dict, most: int = 10) -> str:
                   for kind, p in kinds.items()]
     if result.get('unclear'):
         lines.append(f'unclear  {result["unclear"]:,} clips are kept unjudged: their texts fit hardly better '
-                     'than others (strong noise, another --language, or shifted rows)')
+                     'than others (strong noise, another language, or shifted rows)')
     fit = statistics.median([c['score'] for c in clips if 'score' in c] or [_FITS])
     if fit < _FITS:
         lines.append(f'doubtful  the text fits its sound by {fit:.1f}, clean speech by {_FITS:g} and more: '
-                     'another --language, or strong noise')
+                     'another language, or strong noise')
     lines += [f'missing  {visible(text)}' for text in missing[:most]]
     if len(missing) > most: lines.append(f'missing  and {len(missing) - most:,} more')
     return '\n'.join(lines)

@@ -17,9 +17,9 @@ from fastcore.basics import patch
 
 from ..config import DataConfig, ModelConfig, UserError
 from .audio import _check_native, decode_wav, log_mel
-from xtts_nb.data.cache import (
-    ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, _InFiles, _InMemory, left_out_line,
-    _within_limits)
+from .cache import (
+    ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, _InFiles, _InMemory,
+    left_out_line, _within_limits)
 from ..files import atomic_folder, _check_own, fingerprint, read_json, write_json
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47

@@ -35,9 +35,9 @@ from .cache import (
     ARRAYS, Cache, _changed_files, _check_cache_folder, _check_is_cache, _ClipRows, _COLUMN_TYPES,
     content_keys, digest, file_sha, _FORMAT, _load_shard, map_arrays, _read_manifest, _record_check,
     _REPORT_PAGE, _work_path, _write_manifest, _write_shard, _write_table)
-from xtts_nb.data.corpora import (
-    _check_dropped, Clip, _Dropped, _measure_clip, _MEASURED, _read_audio, _read_rows, report_text, summary,
-    synthetic_corpus)
+from .corpora import (
+    _check_dropped, Clip, _Dropped, _measure_clip, _MEASURED, _read_audio, _read_rows, report_text,
+    summary, synthetic_corpus)
 from .pages import _corpus_page
 from .text import clean, Tokenizer, train_tokenizer
 from ..devices import _hide_cards
@@ -405,7 +405,7 @@ def _answer(link):
     try: kind, value = link.recv()
     except (EOFError, ConnectionError):
         raise UserError('A worker process ended before its work was done, perhaps '
-                        'for lack of memory; give fewer --workers.') from None
+                        'for lack of memory; give fewer `workers`.') from None
     if kind == 'done': return value
     raise UserError(value) if kind == 'user' else RuntimeError(f'A worker process failed: {value}')
 
@@ -757,8 +757,8 @@ def _check_shared(part: tuple[int, int], tokenizer):
     "Raise `UserError` if parts of a corpus would each have a tokenizer, or a DVAE, of their own."
     if part[1] > 1 and not tokenizer:
         raise UserError('`shard` {}/{}: all parts must share one DVAE and one tokenizer; learn them once, '
-                        'by xtts-nb prepare on a sample of the corpus, and give its folder with '
-                        '--dvae.'.format(*part))
+                        'by xtts-nb prepare on a sample of the corpus, and give its folder as '
+                        '`dvae`.'.format(*part))
 
 # %% ../../nbs/data/prepare.ipynb #1894243c
 def encode_corpus(

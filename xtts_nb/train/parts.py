@@ -20,9 +20,9 @@ from ..config import AudioConfig, DVAETraining, PartTraining, UserError, XTTSCon
 from ..data.audio import load_audio, log_mel, resample, resample_batch, speaker_log_mel
 from ..data.cache import Cache, cumulative_chances, _GraphArrays, _HOST, left_out_line, _within_limits
 from ..data.native import batches_of, BatchPlan
-from xtts_nb.files import (
-    atomic_file, atomic_folder, _check_own, locked, named_weights, read_json, _reserve, save_weights,
-    write_json)
+from ..files import (
+    atomic_file, atomic_folder, _check_own, locked, named_weights, read_json, _reserve,
+    save_weights, write_json)
 from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, _update_codebook
 from ..models.hifigan import (
     adversarial_loss, Critic, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder)
@@ -484,7 +484,7 @@ def _cache_of(model: str | Path) -> Path:
     "The cache that a run was trained on; raises `UserError` for a model without that fact."
     facts = _training_facts(model)
     if 'cache' in facts: return Path(facts['cache'])
-    raise UserError(f'{model}: does not say which cache it was trained on; name one with --data.')
+    raise UserError(f'{model}: does not say which cache it was trained on; name one with `data`.')
 
 # %% ../../nbs/train/parts.ipynb #5d203faa
 def _trained_as(xtts: XTTS, config: XTTSConfig) -> XTTSConfig:
@@ -514,7 +514,7 @@ def _check_same(xtts: XTTS, cache: Cache, model: Path):
     same = all(np.array_equal(a, b) for a, b in zip(dvae.variables, xtts.dvae.variables))
     if not (same and xtts.tokenizer.to_json() == cache.tokenizer.to_json()):
         raise UserError(f'{cache.folder}: was made with another DVAE or tokenizer than {model} has; '
-                        f'prepare the corpus again with --dvae {model}.')
+                        f'prepare the corpus again with `dvae` {model}.')
 
 # %% ../../nbs/train/parts.ipynb #87e87439
 def new_decoder_run(

@@ -23,9 +23,9 @@ from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, _
 from ..config import DataConfig, UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, bucket_shapes, _reader_of
 from ..models.dvae import load_dvae
-from xtts_nb.files import (
-    atomic_file, atomic_folder, check_folder, fingerprint, has_keys, load_weights, _PART, read_json,
-    write_json)
+from ..files import (
+    atomic_file, atomic_folder, check_folder, fingerprint, has_keys, load_weights, _PART,
+    read_json, write_json)
 from ..speech.listen import Listener
 from ..models.xtts import XTTS
 from ..data.text import Tokenizer
@@ -394,7 +394,7 @@ def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin
     if known['key'] != cache.manifest['key']:
         raise UserError(f'{run}: was trained on the cache with key {known["key"]}, {cache.folder} has '
                         f'{cache.manifest["key"]}; choose another folder, and begin from this model with '
-                        f'--model {run}.')
+                        f'`model` {run}.')
     if known['held_out'] != sorted(held_out):
         raise UserError(f'{run}: held out {len(known["held_out"])} other clips; hold out the same or choose '
                         'another folder.')
