@@ -183,7 +183,7 @@ def ran(config, world, part='gpt'):
     lines = [line.split(',')[0] for line in (folder / 'metrics.jsonl').read_text().splitlines()]
     return lines, sorted(p.name for p in (folder / 'checkpoints').iterdir()), trainer.best, ended
 
-def listener(config, world): return told(config, world, None, 'gpt', lambda *given: given[3::2]).listen
+def listener(config, world): return told(config, world, None, 'gpt', lambda *given: given[3::2]).listener
 
 def crops(config, world):
     mels = np.arange(16_000, dtype=np.float32).reshape(200, 80)

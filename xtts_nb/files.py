@@ -128,14 +128,14 @@ def _check_free(path: str | Path, replace: bool | Callable = False):
     "Raise `UserError` unless `atomic_folder` would take this place; what a killed writer left is undone."
     path = _real_place(path)
     _sweep(path)
-    if not os.path.lexists(path) or path.is_dir() and not any(_names(path)): return
+    if not os.path.lexists(path) or path.is_dir() and not any(_tree_names(path)): return
     if not replace or not path.is_dir():
         raise UserError(f'{path}: already holds something; choose another folder or remove it.')
     if callable(replace): replace(path)
 
 def _sync_all(folder: Path):
     "Wait until all of a folder is on the disk: many files by one call, where the system has it."
-    names = [*_names(folder)]
+    names = [*_tree_names(folder)]
     if sys.platform == 'linux' and len(names) > 32:
         handle, libc = os.open(folder, os.O_RDONLY), ctypes.CDLL(None, use_errno=True)
         try: failed = libc.syncfs(handle)
@@ -145,14 +145,14 @@ def _sync_all(folder: Path):
     for path in (*(folder / name for name in names), folder): _sync(path)
 
 # %% ../nbs/base/files.ipynb #743c25c1
-def _names(folder: Path, before: str = '') -> Iterator[str]:
+def _tree_names(folder: Path, before: str = '') -> Iterator[str]:
     "All names in a folder and below, but for temporary folders of this library."
     with os.scandir(folder) as entries:
         for entry in entries:
             inner = entry.is_dir(follow_symlinks=False)
             if inner and entry.name.endswith(_PART) and os.path.isfile(Path(entry) / _MARK): continue
             yield before + entry.name
-            if inner: yield from _names(Path(entry), f'{before}{entry.name}/')
+            if inner: yield from _tree_names(Path(entry), f'{before}{entry.name}/')
 
 def _check_own(
     folder: str | Path,
@@ -160,7 +160,7 @@ def _check_own(
     what: str,          # the content that is expected, as in: a cache
 ):
     "Raise `UserError` if a folder holds anything that this library did not put there."
-    for name in _names(folder):
+    for name in _tree_names(folder):
         if own(name): continue
         raise UserError(f'{folder}: holds something that is not {what} ({name}); move it away or choose '
                         'another folder.')
@@ -183,7 +183,7 @@ def _settle(home: Path, path: Path, replace: bool | Callable):
         why = f'{path}: something else is there by now ({e}).' if isinstance(e, OSError) else e
         raise UserError(f'{why} What was made is kept in {kept}.') from e
     _sync(home.parent)
-    if not (callable(replace) and old.is_dir() and any(_names(old))): return
+    if not (callable(replace) and old.is_dir() and any(_tree_names(old))): return
     try: replace(old)   # something may have come while it was looked through
     except UserError as e:
         print(f'{e} It is kept in {_keep(old, home.parent / path.name)}.', file=sys.stderr)

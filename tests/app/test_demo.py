@@ -98,7 +98,7 @@ def test_held_out_pairs_are_not_in_training(clips, n):
 def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
     "Each seed's scores are kept as it ends; other settings are another measurement."
     seen = []
-    def one_seed(clips, corpus, folder, config, pairs, seed, listen):
+    def one_seed(clips, corpus, folder, config, pairs, seed, tell):
         assert config.data.seed == config.training.gpt.seed == config.training.dvae.seed
         seen.append((config.data.seed, config.training.gpt.seed))
         if seen == [(0, 0), (1, 1)]: raise KeyboardInterrupt

@@ -82,7 +82,7 @@ def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
     update = _make_update(xtts.gpt, config.training.gpt, [(5, 48)])
     fixed = BatchPlan(prepared, data, held, fixed=True)
     return Trainer(xtts, BatchPlan(prepared, data, clips), folder, fixed, update,
-                   listen=Listener(xtts, prepared, held, 3))
+                   listener=Listener(xtts, prepared, held, 3))
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kind, ema', [('lora', 0.5), ('rows', 0.), ('whole', 0.5)])

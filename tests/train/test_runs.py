@@ -177,13 +177,13 @@ def test_who_looks_and_who_listens(prepared, eager):
     one shape."""
     settings = eager.replace(training={'gpt': {'grad_accum_steps': 2, 'eval_clips': 1}})
     run = new_run(prepared, settings, None, ['low-0', 'high-0'])
-    assert run.run is None and isinstance(run.listen, Listener)
+    assert run.run is None and isinstance(run.listener, Listener)
     assert type((plan := run.validation).data.batch_size) is int and not run.plan.fixed
     assert (plan.data.batch_size, len(plan.shapes), plan.fixed, plan.count.sum()) == (2, 1, True, 2)
     for held, changes in (([], {}), (['low-0'], {'validate_every': 0})):
         silent = new_run(prepared, settings.replace(training={'gpt': changes | {'eval_clips': 0}}), None,
                          held)
-        assert silent.validation is silent.listen is None
+        assert silent.validation is silent.listener is None
         with pytest.raises(UserError, match='there is nothing to listen to'):
             new_run(prepared, settings.replace(training={'gpt': changes}), None, held)
 

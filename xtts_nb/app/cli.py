@@ -36,11 +36,11 @@ def _demo(
     from xtts_nb.app.demo import _demo_seeds, _run_demo, _seed_spread
     config = XTTSConfig.tiny().replace(training={'gpt': given(steps=steps)})
     if seeds:
-        with progress() as tell: rows = _demo_seeds(out, seeds, config, listen=tell)
+        with progress() as tell: rows = _demo_seeds(out, seeds, config, tell=tell)
         spread = _seed_spread(rows)
         if record: _write_record('demo_seeds', rows, steps=config.training.gpt.steps, spread=spread)
         return {'rows': rows, 'spread': spread}, _seeds_text(len(rows), spread)
-    with progress() as tell: result = _run_demo(out, config, seed=seed or 0, listen=tell, say=to_stderr)
+    with progress() as tell: result = _run_demo(out, config, seed=seed or 0, tell=tell, say=to_stderr)
     recorded = ('data_before_after', 'step_before_after', 'train', 'scores', 'seconds')
     if record: _write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
     return result, _demo_text(result)

@@ -42,14 +42,14 @@ from ..train.trainer import _checkpoint_step, checkpoints, Trainer
 # %% ../../nbs/app/demo.ipynb #81860f11
 class Stages:
     "Reports to a callback which stage runs and how far it is."
-    def __init__(self, listen: Callable | None, sampler: Sampler):
-        self.listen, self.sampler = listen or (lambda name, done, total, note: None), sampler
+    def __init__(self, tell: Callable | None, sampler: Sampler):
+        self.tell, self.sampler = tell or (lambda name, done, total, note: None), sampler
 
     def begin(self, name: str) -> Callable:
         "Start a stage; returns its progress callback (done, total[, note])."
         self.sampler.mark(name)
-        self.listen(name, 0, 1, '')
-        return lambda done, total, note='': self.listen(name, done, total, note)
+        self.tell(name, 0, 1, '')
+        return lambda done, total, note='': self.tell(name, done, total, note)
 
 # %% ../../nbs/app/demo.ipynb #b5eb5404
 def _measure_before_after(cache: Cache, stages: Stages, rounds: int) -> tuple[list[dict], list[dict]]:
@@ -160,7 +160,7 @@ def _run_demo(
     pairs: int = 16,                    # of each set
     rounds: int = 5,                    # of the comparisons
     seed: int = 0,                      # of everything random
-    listen=None,                        # called with (stage, done, total, note)
+    tell=None,                          # called with (stage, done, total, note)
     say=print,                          # receives single lines
 ) -> dict:    # corpus, data_before_after, step_before_after, train, spoken, scores, wav, report, seconds
     "Corpus, DVAE, cache, measurements, training, speech and report, all under `out`."
@@ -170,7 +170,7 @@ def _run_demo(
     check_results(out, ('pairs.csv', 'untrained.csv', 'report.html', 'untrained', 'spoken'),
                   (out / 'run' / _MARK).is_file)
     with Sampler(best_probe(say), say=say) as sampler:
-        stages = Stages(listen, sampler)
+        stages = Stages(tell, sampler)
         clips = _make_corpus(corpus, limit=sentences, progress=stages.begin('speak the corpus'))
         cache, report = _prepare_cache(corpus, out, config, stages)
         data, step = _measure_before_after(cache, stages, rounds)
@@ -196,7 +196,7 @@ def _demo_seeds(
     config: XTTSConfig | None = None,   # default: the tiny preset
     sentences: int | None = None,       # per language; default: all
     pairs: int = 16,                    # of each set
-    listen=None,                        # called with (stage, done, total, note)
+    tell=None,                          # called with (stage, done, total, note)
 ) -> list[dict]:                        # of each seed: seed, loss, and the counts of `_spoken_counts`
     "Train and speak once for each seed; seeds that are finished under `out / 'seeds'` are read."
     out, config = Path(out), config or XTTSConfig.tiny()
@@ -207,15 +207,15 @@ def _demo_seeds(
         settings = fingerprint(seed_config.model_dump(mode='json'), sentences, pairs)
         scores = read_json(folder / 'scores.json') if (folder / 'scores.json').is_file() else {}
         if scores.pop('asked', None) != settings:
-            scores = _one_seed(clips, out / 'corpus', folder, seed_config, pairs, seed, listen)
+            scores = _one_seed(clips, out / 'corpus', folder, seed_config, pairs, seed, tell)
             write_json(folder / 'scores.json', {'asked': settings} | scores)
         rows.append(scores)
     return rows
 
 def _one_seed(clips: list, corpus: Path, folder: Path, config: XTTSConfig, pairs: int, seed: int,
-              listen) -> dict:
+              tell) -> dict:
     "The scores of one seed."
-    with_seed = listen and (lambda name, *progress: listen(f'{seed}: {name}', *progress))
+    with_seed = tell and (lambda name, *progress: tell(f'{seed}: {name}', *progress))
     with Sampler(best_probe(lambda line: None), say=lambda line: None) as sampler:
         stages = Stages(with_seed, sampler)
         cache, report = _prepare_cache(corpus, folder, config, stages)

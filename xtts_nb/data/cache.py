@@ -388,7 +388,7 @@ class Column:
         with tf.device(_HOST): return tf.cast(tf.gather(self.arrays(), place), tf.int64)
 
 # %% ../../nbs/data/cache.ipynb #row0c1d4
-def _places(count, width, around: bool):
+def _positions(count, width, around: bool):
     "(B, width) positions in rows of `count` (B,); past the end again from 0, or the last one."
     place = tf.range(tf.cast(width, tf.int64))[None]
     return place % count[:, None] if around else tf.minimum(place, count[:, None] - 1)
@@ -401,7 +401,7 @@ class _InMemory:
     def __call__(self, kind, first, count, width, around=False):
         "(B, width, ...) of the rows that begin at `first` (B,) and are `count` (B,) long."
         with tf.device(_HOST):
-            return tf.gather(self.flat[kind](), first[:, None] + _places(count, width, around))
+            return tf.gather(self.flat[kind](), first[:, None] + _positions(count, width, around))
 
 # %% ../../nbs/data/cache.ipynb #row0c1d5
 class _InFiles:
@@ -413,14 +413,14 @@ class _InFiles:
         parts, first = [_array_parts(m) for m in maps], np.cumsum([0,
                                                                    *(line['clips'] for line in lines)])[:-1]
         # of each shard: first byte in its file, first row; of all: dtype, inner shape
-        self.rows = {kind: (tf.constant([p[kind][2] for p in parts], tf.int64),
-                            tf.constant(getattr(cache, f'{kind}_start')[first], tf.int64),
-                            tf.as_dtype(parts[0][kind][0]), parts[0][kind][1][1:]) for kind in kinds}
+        self.arrays = {kind: (tf.constant([p[kind][2] for p in parts], tf.int64),
+                              tf.constant(getattr(cache, f'{kind}_start')[first], tf.int64),
+                              tf.as_dtype(parts[0][kind][0]), parts[0][kind][1][1:]) for kind in kinds}
         self.files = _GraphArrays(maps)
 
     def __call__(self, kind, first, count, width, around=False):
         "(B, width, ...) of the rows that begin at `first` (B,) and are `count` (B,) long."
-        offset, begin, dtype, inner = self.rows[kind]
+        offset, begin, dtype, inner = self.arrays[kind]
         size = dtype.size * math.prod(inner)
 
         def row(x):
@@ -432,7 +432,7 @@ class _InFiles:
             return tf.gather(rows, places)
 
         with tf.device(_HOST):
-            return tf.map_fn(row, (first, count, _places(count, width, around)), fn_output_signature=dtype)
+            return tf.map_fn(row, (first, count, _positions(count, width, around)), fn_output_signature=dtype)
 
 # %% ../../nbs/data/cache.ipynb #lim0e1f2
 def _clip_limits(

@@ -978,7 +978,7 @@ def check_corpus(
         if not result['clips']:
             first = result['dropped'][0]
             raise UserError(f'{source}: none of {len(rows) + len(unread)} clips fits its text '
-                            f'({first["source"]}: {first["reason"]}); look at the table, and check `language`.')
+                            f'({first["source"]}: {first["reason"]}); check the table, and `language`.')
         _write_corpus(folder, result, source)
     return _told(result, False)
 

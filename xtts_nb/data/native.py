@@ -348,7 +348,7 @@ class CacheReader:
     def __init__(self, cache: Cache, plan: BatchPlan, kinds: Iterable[str] = ARRAYS):
         self.plan = plan
         in_memory = all(hasattr(cache, kind) for kind in kinds)
-        self.rows = (_InMemory if in_memory else _InFiles)(cache, kinds)
+        self.gather = (_InMemory if in_memory else _InFiles)(cache, kinds)
         self.start, self.length = ({k: Column(getattr(cache, f'{k}_{x}')) for k in kinds}
                                    for x in ('start', 'length'))
         cache.check_unchanged()
@@ -356,7 +356,7 @@ class CacheReader:
     def ids(self, kind: str, clip, width):
         "(B, width) int32 codes or text tokens, 0 after the end; (B,) lengths."
         length = self.length[kind](clip)
-        rows = tf.cast(self.rows(kind, self.start[kind](clip), length, width), tf.int32)
+        rows = tf.cast(self.gather(kind, self.start[kind](clip), length, width), tf.int32)
         length = tf.cast(length, tf.int32)
         return tf.where(tf.range(width)[None] < length[:, None], rows, 0), length
 
@@ -368,7 +368,7 @@ class CacheReader:
         text, text_length = self.ids('text', clip, shape[1])
         frames = self.plan.data.reference_frames
         crop = tf.minimum(self.length['mel'](other), frames)
-        reference = self.rows('mel', self.start['mel'](other) + start, crop, frames, around=True)
+        reference = self.gather('mel', self.start['mel'](other) + start, crop, frames, around=True)
         return dict(zip(_BATCH, (clip, weight, reference, codes, code_length, text, text_length)))
 
 # %% ../../nbs/10_data_tf_native.ipynb #ee3bbe4f

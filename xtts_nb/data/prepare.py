@@ -247,7 +247,7 @@ class _ShardMaker:
     def __init__(self, plan: _Plan, encoder: ClipEncoder):
         self.plan, self.encoder, self.rate = plan, encoder, plan.config.model.audio.sample_rate
         self.older = plan.older and Cache(plan.older, in_memory=False)
-        self.shards = _places(self.older) if self.older else {}
+        self.shards = _shard_ranges(self.older) if self.older else {}
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -501,7 +501,7 @@ def _pieces(work: Path, numbers: Iterable[int]) -> Iterator[_Piece]:
         shard = map_arrays(work / facts['line']['file']) if facts['rows'] else {}
         yield _Piece(work, facts['line'], facts['rows'], shard)
 
-def _places(cache: Cache) -> dict[int, tuple[dict, range]]:
+def _shard_ranges(cache: Cache) -> dict[int, tuple[dict, range]]:
     "{number of a shard: (its line in the manifest, the range of its clips)}."
     first = 0
     return {line['number']: (line, range(first, first := first + line['clips']))
@@ -509,7 +509,7 @@ def _places(cache: Cache) -> dict[int, tuple[dict, range]]:
 
 def _cache_pieces(cache: Cache) -> Iterator[_Piece]:
     "The shards of a cache, in order."
-    for line, some in _places(cache).values():
+    for line, some in _shard_ranges(cache).values():
         columns = {name: cache.index[name][some.start:some.stop] for name in _COLUMN_TYPES}
         yield _Piece(cache.folder, line, [cache.clips[i] for i in some], columns)
 

@@ -13,7 +13,7 @@ from ..config import UserError, XTTSConfig
 from .cache import (
     Cache, _check_is_cache, file_sha, _load_shard, _own_name, _read_manifest, _verify_cache)
 from .corpora import read_corpus
-from .prepare import _encode_rows, _locked, open_corpus, _places, _salvage
+from .prepare import _encode_rows, _locked, open_corpus, _shard_ranges, _salvage
 from .text import clean, Tokenizer, train_tokenizer
 from ..files import atomic_folder, fingerprint, inside
 
@@ -103,7 +103,7 @@ def _refuse_changes(folder: Path, manifest: dict, made: Path, corpus: Path):
     for clip, reason in left_out(now.manifest):
         if [clip, reason] not in left_out(manifest):
             raise UserError(f'{clip}: {reason}; run xtts-nb prepare again.')
-    for old, (_, some) in zip(manifest['shards'], _places(now).values()):
+    for old, (_, some) in zip(manifest['shards'], _shard_ranges(now).values()):
         try: before = _load_shard(folder / old['file'])['source'] if old['clips'] else ()
         except (OSError, ValueError): continue
         if len(before) != len(some): continue

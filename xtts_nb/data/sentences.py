@@ -135,7 +135,7 @@ def _separable(text: str, i: int) -> bool:
     return not (_FLAG.match(before) and _FLAG.match(text[i]))
 
 # %% ../../nbs/data/sentences.ipynb #8b8b732d
-def _places(text: str, language: str) -> tuple[list[int], dict[int, tuple[int, float]]]:
+def _break_places(text: str, language: str) -> tuple[list[int], dict[int, tuple[int, float]]]:
     "Where the text may be divided, in order, and rank and pause of each place."
     found = {}
     for match in _PLACE.finditer(text):
@@ -158,7 +158,7 @@ def sentences(
     language: str = '',   # a code such as en or zh-cn; empty: unknown
 ) -> list[str]:           # together they are the text
     "The sentences of a text, spaces after them included."
-    return [text[start:end] for start, end in _sentences(text, *_places(text, language.split('-')[0]))]
+    return [text[start:end] for start, end in _sentences(text, *_break_places(text, language.split('-')[0]))]
 
 def _sentences(text: str, places: list[int], found: dict) -> list[tuple[int, int]]:
     "Start and end of each sentence, spaces after it included."

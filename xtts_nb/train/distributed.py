@@ -248,7 +248,7 @@ def _check_alike(copies: _Replicas, *facts):
 class _DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, validation: BatchPlan | None = None,
-                 update: Update | None = None, *, strategy, listen=None):
+                 update: Update | None = None, *, strategy, listener=None):
         update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training.gpt, plan))
         copies = self.copies = _Replicas(update, xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
@@ -256,8 +256,8 @@ class _DistributedTrainer(Trainer):
         share = partial(Share, worker=copies.worker, workers=copies.workers, to_gpu=len(copies.devices) == 1)
         plans = [share(some) if some else None for some in (plan, validation)]
         feed = _code_feed(xtts.config, copies.devices, [*filter(None, plans)])
-        listen = None if copies.worker else listen
-        super().__init__(xtts, plans[0], run, plans[1], copies, feed, listen=listen)
+        listener = None if copies.worker else listener
+        super().__init__(xtts, plans[0], run, plans[1], copies, feed, listener=listener)
         self.last_vote = tf.constant(0.)
         self.votes = tf.function(lambda vote: copies.all_reduce(lambda i: vote)[0])
         self.bit_sums = tf.function(lambda: _all_bit_sums(copies))

@@ -345,10 +345,10 @@ class Windows:
         place = lambda first, width: first[:, None] + tf.range(width, dtype=tf.int64)
         wav_place = place(begin, self.samples)
         inside = wav_place < tf.gather(self.table['wav_length'], row)[:, None]
-        wav = tf.where(inside, self.rows('wav', row, wav_place), 0)
+        wav = tf.where(inside, self.gather('wav', row, wav_place), 0)
         around = place(turn, self.frames) % tf.gather(self.table['voice_length'], other)[:, None]
-        states = self.rows('states', row, place(start, self.codes))
-        return {'states': states, 'wav': wav, 'voice': self.rows('voice', other, around)}
+        states = self.gather('states', row, place(start, self.codes))
+        return {'states': states, 'wav': wav, 'voice': self.gather('voice', other, around)}
 
 # %% ../../nbs/train/parts.ipynb #b2d4f6a8
 @patch
@@ -373,7 +373,7 @@ def pick(self: Windows, step):
     return row, start, other, whole(draw[2], column('voice_length', other))
 
 @patch
-def rows(self: Windows, name: str, row, place):
+def gather(self: Windows, name: str, row, place):
     "Rows of an array at `place` (B, width) in its clips; beyond the end, the last row."
     inside = tf.clip_by_value(place, 0, tf.gather(self.table[f'{name}_length'], row)[:, None] - 1)
     return tf.gather(self.held[name](), tf.gather(self.table[f'{name}_start'], row)[:, None] + inside)

@@ -277,14 +277,14 @@ def new_run(
     if mix: plan, more = _with_older(cache, out, config, mix, plan_folder, encoder)
     else: plan, more = BatchPlan(cache, config.data, np.flatnonzero(~out), plan_folder, encoder), {}
     if val_cache: cache, out, encoder = val_cache, np.ones(len(val_cache), bool), _encoder(val_cache, config)
-    validation, listener = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
-    listen = listener and listener(config.training.gpt.eval_clips)
+    validation, listening = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
+    listener = listening and listening(config.training.gpt.eval_clips)
     with _on_device(where.get('device')):
         rows = _new_rows(config, xtts.tokenizer, plan.cache.languages)
         update = _make_update(xtts.gpt, _epochs_to_steps(config.training.gpt, plan), rows)
-        trainer = (make or Trainer)(xtts, plan, run, validation, update, listen=listen, **more, **where)
-    if listener and config.training.gpt.judge_by == 'dtw':
-        trainer.eval_last = partial(listener, _LAST_CLIPS)
+        trainer = (make or Trainer)(xtts, plan, run, validation, update, listener=listener, **more, **where)
+    if listening and config.training.gpt.judge_by == 'dtw':
+        trainer.eval_last = partial(listening, _LAST_CLIPS)
     if run: _write_run(run, config, plan.cache, held_out, origin)
     return trainer
 

@@ -310,9 +310,9 @@ class Trainer:
                  validation: BatchPlan | None = None, update: Update | None = None,
                  feed=None,                    # (plan, first, last) -> batches; default: the plan's stream
                  device: str | None = None,    # of the model; default: the first GPU, or the CPU
-                 listen=None,                  # (folder) -> {score: number}, called at each validation
+                 listener=None,                # (folder) -> {score: number}, called at each validation
                  old_validation: BatchPlan | None = None):   # clips of what the model learned before
-        self.listen, self.old_validation = listen, old_validation
+        self.listener, self.old_validation = listener, old_validation
         self.xtts, self.plan, self.run, self.validation = xtts, plan, run and Path(run), validation
         self.feed = feed or (lambda plan, first, last: plan.stream(first, last, model=device))
         self.device = device
@@ -330,7 +330,7 @@ class Trainer:
         self.first_step, self.report, self.pending, self.in_flight = 0, lambda line: None, [], None
         self.timer = self.state_at_start = None
         self.unsaved = None   # a best model that could not be written, with its scores
-        self.eval_last = None   # () -> as `listen`, of more clips, for the end of the training
+        self.eval_last = None   # () -> as `listener`, of more clips, for the end of the training
         self.writer, self.fetcher = _Writer(), ThreadPoolExecutor(1, 'fetcher')
         self.step_seconds = {}   # {shape of a batch: seconds of single steps}, for the timer
         self.seen_checkpoint = None   # the newest one that this trainer has read or written
@@ -491,10 +491,11 @@ def _count_bad(self: Trainer, step: int, bad) -> dict:
 # %% ../../nbs/train/trainer.ipynb #6f7475e2
 @patch
 def validate(self: Trainer) -> dict[str, float]:
-    "Compute losses of the held-out clips and the scores of `listen`, of the trained model without dropout."
+    "Compute losses of held-out clips and the scores of `listener`, of the trained model without dropout."
     with self.as_trained():
         metrics = self._means_of(self.validation, self.hooks.validation)
-        scores = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
+        spoken = self.run and self.run / 'spoken' / f'{self.step:09d}'
+        scores = self.listener(spoken) if self.listener else {}
         metrics |= {name: round(float(value), 6) for name, value in scores.items()} | self._old_loss()
         self.hooks.all.on_test_end(metrics)
     self.validated = {f'val_{name}': value for name, value in metrics.items()}
@@ -580,9 +581,9 @@ def _compare_last(self: Trainer):
     if not (self.run and self.eval_last and best) or last in (best['step'], best.get('compared')): return
     logged = [line for line in _read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
     if not (logged and logged[-1]['step'] == last): return
-    listen, kept = self.eval_last(), self.run / 'best' / 'model.safetensors'
-    if len(listen.ids) <= self.training.eval_clips: return   # there are no more
-    heard = lambda: {f'val_{name}': float(value) for name, value in listen(None).items()}
+    listener, kept = self.eval_last(), self.run / 'best' / 'model.safetensors'
+    if (clips := len(listener.ids)) <= self.training.eval_clips: return   # there are no more
+    heard = lambda: {f'val_{name}': float(value) for name, value in listener(None).items()}
     then = {name: value for name, value in best.items() if name != 'lowest'}
     try:
         with self.as_trained():
@@ -592,16 +593,16 @@ def _compare_last(self: Trainer):
                 then |= heard()
     except tf.errors.OpError as e:
         if not _lacked_memory(e): raise
-        return print(f'No memory to compare the best and the last model on {len(listen.ids)} clips; the best '
-                     'one is kept.', file=sys.stderr)
+        return print(f'No memory to compare the best and the last model on {clips} clips; the best one is '
+                     'kept.', file=sys.stderr)
     better, _ = judge(then, now, last, self.training.judge_by)
     self.best = (better or then) | {'compared': last}
     if better: self.save(False, True)
     else: write_json(kept.with_name('best.json'), self.best)
     told = ', '.join(f'distance {one["val_dtw"]:.2f} and words {max(0., one["val_words"]):.0%} at update '
                      f'{one["step"]}' for one in (then, now))
-    print(f'Compared on {len(listen.ids)} held-out clips: {told}; the model of update {self.best["step"]} is '
-          'kept.', file=sys.stderr)
+    print(f'Compared on {clips} held-out clips: {told}; the model of update {self.best["step"]} is kept.',
+          file=sys.stderr)
 
 # %% ../../nbs/train/trainer.ipynb #2ebc67c4
 @patch
