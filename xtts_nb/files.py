@@ -374,9 +374,9 @@ def read_json(path: str | Path):
     except ValueError as e: raise UserError(f'{path}: not JSON ({e}); make it again.') from None
 
 def _read_json_lines(path: str | Path) -> list:
-    "The values of a file that holds one in each line, as `metrics.jsonl`."
+    "The values of a file that holds one in each line, as `metrics.jsonl`; a line torn by a kill is left out."
     # not `splitlines`: a text within JSON may hold other ends of lines
-    return [json.loads(line) for line in Path(path).read_text(encoding='utf-8').split('\n') if line]
+    return [json.loads(line) for line in Path(path).read_text(encoding='utf-8').split('\n')[:-1]]
 
 def fingerprint(*parts) -> str:
     "16 hex digits that change with any of `parts` (anything JSON can hold, or bytes)."

@@ -144,34 +144,29 @@ def _bench_dual(
     record: _Record = False,
 ):
     "Batches per second with sequential and overlapped stages, against the rate of the slowest stage."
-    from xtts_nb.config import setup_tf, UserError
-    setup_tf()   # TensorFlow starts without its messages
-    from xtts_nb.train.dual import _bench_feed, pipeline_table, _RING
-    gpus, ring = _gpus(ctx.params), buffer_size or _RING
+    from xtts_nb.config import UserError
+    gpus = _gpus(ctx.params)
     if gpus and not data:
         raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
                         'or no GPUs.')
+    devices = start(two=bool(data), **gpus)
+    from xtts_nb.data.cache import Cache
+    from xtts_nb.train.dual import _bench_feed, dual_trainer, pipeline_table, _RING
+    ring = buffer_size or _RING
     emulated = None
     try: emulated = _from_checkout('dual', 'bench dual without --data CACHE')
     except UserError:
         if not data: raise
     chosen = emulated and [round(1e3 * t) for t in emulated.STAGE_SECONDS.values()]
     about = {'stages_ms': chosen, 'steps': steps, 'rounds': rounds}
-    trainer, about['devices'] = _dual_trainer(data, gpus, ring) if data else (None, None)
+    about['devices'] = devices.line if data else None
+    trainer = data and dual_trainer(cache := Cache(data), cache.config, devices, ring=ring)
     with progress() as tell:
         asleep = dict(ring=ring, rounds=rounds, progress=partial(tell, 'emulated stages'))
         rows = emulated.bench_stages(steps, **asleep) if emulated else []
     if trainer: rows += _bench_feed(trainer, steps, rounds)
     if record: _write_record('dual', rows, **about)
     return {'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows))
-
-def _dual_trainer(data: Path, gpus: dict, ring: int):
-    "A trainer on two devices, and the line that names them."
-    devices = start(two=True, **gpus)
-    from xtts_nb.data.cache import Cache
-    from xtts_nb.train.dual import dual_trainer
-    cache = Cache(data)
-    return dual_trainer(cache, cache.config, devices, ring=ring), devices.line
 
 # %% ../../nbs/app/cli_bench.ipynb #5a7b0c12
 _SAY_CODES = 64   # of each text, 3 s of sound

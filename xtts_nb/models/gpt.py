@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['dropout', 'attend', 'AttentionBlock', 'RMSNorm', 'PerceiverLayer', 'Perceiver', 'ConditioningEncoder', 'gelu',
-           'TransformerBlock', 'causal_mask', 'shifted', 'GPT', 'Int8Dense', 'Int8GPT']
+           'block_pass', 'TransformerBlock', 'causal_mask', 'shifted', 'GPT', 'Int8Dense', 'Int8GPT']
 
 # %% ../../nbs/models/gpt.ipynb #adb41551
 from math import gcd
@@ -192,6 +192,18 @@ def gelu(x):   # any shape
     return ops.cast(ops.gelu(ops.cast(x, 'float32'), approximate=True), 'float16')
 
 # %% ../../nbs/models/gpt.ipynb #c350ac7a
+def block_pass(
+    block,        # a `TransformerBlock`, or its parts
+    x,            # (B, L, D)
+    attention,    # queries, keys and values (B, L, H, K) each -> (B, L, D)
+    drop=lambda y, key: y,   # dropout, with the index of a key of `_dropout_keys`
+):                # (B, L, D)
+    "Attention and MLP of a block, each added to its input."
+    q, k, v = (_split_heads(t, block.heads)
+               for t in ops.split(block.qkv(block.attention_norm(x)), 3, axis=-1))
+    x = x + drop(block.project(attention(q, k, v)), 1)
+    return x + drop(block.contract(gelu(block.expand(block.mlp_norm(x)))), 2)
+
 class TransformerBlock(keras.layers.Layer):
     "(B, L, D) -> (B, L, D)."
     def __init__(self, width, heads, rate=0., residual_scale=1., **kwargs):
@@ -213,13 +225,8 @@ class TransformerBlock(keras.layers.Layer):
         self.contract.build((None, None, 4 * self.width))
 
     def call(self, x, mask, keys=(None, None, None)):   # of `_dropout_keys`
-        q, k, v = (_split_heads(t, self.heads)
-                   for t in ops.split(self.qkv(self.attention_norm(x)), 3, axis=-1))
-        mixed = attend(q, k, v, mask, self.rate, keys[0])
-        x = x + dropout(self.project(mixed), self.rate, keys[1])
-        hidden = gelu(self.expand(self.mlp_norm(x)))
-        x = x + dropout(self.contract(hidden), self.rate, keys[2])
-        return x
+        attention = lambda q, k, v: attend(q, k, v, mask, self.rate, keys[0])
+        return block_pass(self, x, attention, lambda y, key: dropout(y, self.rate, keys[key]))
 
 # %% ../../nbs/models/gpt.ipynb #e39c6115
 def causal_mask(

@@ -178,14 +178,8 @@ def _restore(trainer):   # a `Trainer` with a run
     trainer.seen_checkpoint = _newest(run)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
-    lines = metrics.read_text(encoding='utf-8').split('\n')
-    with atomic_file(metrics) as part:
-        part.write_text(''.join(l + '\n' for l in lines if _step_of(l) <= trainer.step))
-
-def _step_of(line: str) -> float:
-    "The update of a line of metrics; infinity for one that was torn by a kill."
-    try: return json.loads(line)['step']
-    except ValueError: return math.inf
+    lines = [json.dumps(line) + '\n' for line in _read_json_lines(metrics) if line['step'] <= trainer.step]
+    with atomic_file(metrics) as part: part.write_text(''.join(lines))
 
 # %% ../../nbs/train/trainer.ipynb #48726dad
 class _Hooks:
@@ -504,8 +498,7 @@ def validate(self: Trainer) -> dict[str, float]:
 @patch
 def _means_of(self: Trainer, plan: BatchPlan, each=iter) -> dict[str, float]:   # each: gets the batches
     "The mean losses of held-out clips, of the model as it is."
-    source = iter(self.feed(plan, 0, plan.steps_per_epoch))
-    with _closed_after(source):
+    with _closed_after(iter(self.feed(plan, 0, plan.steps_per_epoch))) as source:
         parts = [*map(lambda batch: self.evaluate(self.place(batch)), each(source))]
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
         return {name: round(float(value), 6) for name, value in self.update.means(sums).items()}
@@ -726,9 +719,9 @@ def fit(self: Trainer,
     _check_callbacks(callbacks)
     hooks = self.hooks = _Hooks(callbacks, self.update.model, self.optimizer, self.epoch_updates, steps)
     ended, requests = self.over, []
-    stop, tf32 = _catch_sigterm(lambda *_: requests.append(True)), _products_in_tf32(self.training.tf32)
-    opened = lambda: _closed_after(iter(self.batches(self.step, steps)))   # once the run is locked
-    with stop, tf32, _locked(self.run), _on_device(self.device), opened() as source:
+    with (_catch_sigterm(lambda *_: requests.append(True)), _products_in_tf32(self.training.tf32),
+          _locked(self.run), _on_device(self.device),
+          _closed_after(iter(self.batches(self.step, steps))) as source):   # once the run is locked
         self._check_unchanged()
         hooks.train_begins(self.step, self.callback_counts, self.assigned_rate)
         if not (self.step or self.run and (self.run / 'metrics.jsonl').is_file()):
