@@ -20,9 +20,9 @@ from process import Forked, python, tree
 from xtts_nb import files
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import save_audio
-from xtts_nb.data.cache import _COLUMN_TYPES, _work_path, _write_shard
+from xtts_nb.data.cache import _COLUMN_TYPES, _work_path, write_shard
 from xtts_nb.files import (
-    append_line, atomic_file, atomic_folder, _check_own, _check_writable, fingerprint, inside, load_weights,
+    append_line, atomic_file, atomic_folder, check_own, _check_writable, fingerprint, inside, load_weights,
     locked, named_weights, read_json, _read_json_lines, read_tensors, save_weights, write_json, write_tensors)
 
 # --- files and folders ------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, room):
     row = {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))}
     def shards():
         with atomic_folder(tmp_path / 'shards') as part:
-            _write_shard(part / 'shard', [row | dict.fromkeys(_COLUMN_TYPES, 1)] * 9)
+            write_shard(part / 'shard', [row | dict.fromkeys(_COLUMN_TYPES, 1)] * 9)
     writers = {'json': lambda: write_json(tmp_path / 'json', ['x' * 100] * 3000), 'shards': shards,
                'wav': lambda: save_audio(tmp_path / 'wav', np.ones(100_000)),
                'weights': lambda: save_weights(tmp_path / 'weights', {'a': np.ones(50_000)}),
@@ -184,7 +184,7 @@ def test_a_writer_that_lives_is_not_disturbed_and_no_result_is_lost(tmp_path):
 
 @pytest.mark.parametrize('when', ['before', 'meanwhile'])
 def test_what_is_not_ours_is_never_replaced(tmp_path, when):
-    out, own = tmp_path / 'out', lambda folder: _check_own(folder, {'a', 'b'}.__contains__, 'a cache')
+    out, own = tmp_path / 'out', lambda folder: check_own(folder, {'a', 'b'}.__contains__, 'a cache')
     with atomic_folder(out) as part: (part / 'a').write_text('old')
     if when == 'before': (out / 'thesis').write_text('mine')
     with pytest.raises(UserError, match='not a cache .thesis.;'), atomic_folder(out, own) as part:
@@ -198,7 +198,7 @@ def test_what_comes_after_the_last_look_is_kept(tmp_path):
     out, looks = tmp_path / 'out', []
     with atomic_folder(out) as part: (part / 'a').write_text('old')
     def own(folder):
-        _check_own(folder, {'a'}.__contains__, 'a cache')
+        check_own(folder, {'a'}.__contains__, 'a cache')
         looks.append(folder)
         if len(looks) == 2: (out / 'thesis').write_text('mine')
     with atomic_folder(out, own) as part: (part / 'b').write_text('new')

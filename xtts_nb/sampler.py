@@ -24,7 +24,7 @@ from fastcore.basics import patch
 
 from .bench import _emulated_steps
 from .config import _cpu_quota, _environment_number, _usable_cores, UserError
-from .records import _cpu_name
+from .records import cpu_name
 
 # %% ../nbs/base/sampler.ipynb #25f9e9f5
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def _disk_rates(
 
 def _cpu_probe():    # a callable that returns a `Sample`
     "Reads the cores that this process may use, memory and disks, and the share of this process."
-    name, cores, me, disks = _cpu_name(), _usable_cores(), psutil.Process(), _disk_rates()
+    name, cores, me, disks = cpu_name(), _usable_cores(), psutil.Process(), _disk_rates()
     clocks = _cpu_clocks()
     before, use = clocks(), (None, None)
     def probe() -> Sample:
@@ -327,7 +327,7 @@ def best_probe(
     "A probe of the GPUs if this process can use one, else of the CPU."
     try: return nvml_probe()
     except UserError as e: reason = str(e).partition(';')[0]
-    say(f'No GPU to watch ({reason}); showing the CPU instead: {_cpu_name()}.')
+    say(f'No GPU to watch ({reason}); showing the CPU instead: {cpu_name()}.')
     return _cpu_probe()
 
 # %% ../nbs/base/sampler.ipynb #ee9a2e9b

@@ -18,7 +18,7 @@ from process import Forked, server, tree
 from xtts_nb.config import UserError
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import decode_wav, load_audio, save_audio, synthetic_voice
-from xtts_nb.data.cache import Cache, _read_manifest, _verify_cache, _write_manifest
+from xtts_nb.data.cache import Cache, _read_manifest, verify_cache, write_manifest
 from xtts_nb.data.corpora import read_corpus
 from xtts_nb.data.merge import merge_caches
 from xtts_nb.data.prepare import ClipEncoder, _choose_mode, encode_corpus, _run_jobs, _work_folder
@@ -139,7 +139,7 @@ def test_too_many_dropped_clips_cost_no_finished_shard(mine, small, tokenizer, t
     with pytest.raises(UserError, match='2 of 14'): run(0.1)
     assert [p.name for p in tmp_path.glob('out*')] == ['out.work']
     assert run(0.2)['made']['codes'] == 0 and [p.name for p in tmp_path.glob('out*')] == ['out']
-    assert len(Cache(tmp_path / 'out')) == 12 and not _verify_cache(tmp_path / 'out')[1]
+    assert len(Cache(tmp_path / 'out')) == 12 and not verify_cache(tmp_path / 'out')[1]
 
 def test_a_killed_worker_costs_no_finished_shard(corpus, small, tokenizer, undisturbed, tmp_path, capfd):
     out, more = tmp_path / 'out', {'shard_clips': 2, 'workers': 1}
@@ -415,7 +415,7 @@ def test_parts_of_a_recording_are_cut_out(small, tokenizer, tmp_path, mode):
     cache = Cache(tmp_path / 'out')
     assert [(c['text'], c['seconds']) for c in cache.clips] == [('aa', 1.), ('bb', 1.5)]
     for i, wav in enumerate(wavs): assert np.allclose(load_audio(cache.wav_path(i)), wav, atol=1e-4)
-    assert not _verify_cache(tmp_path / 'out')[1]
+    assert not verify_cache(tmp_path / 'out')[1]
 
 # --- repair -------------------------------------------------------------------------------------------
 
@@ -535,7 +535,7 @@ def own_sound(corpus, small, tokenizer, tmp_path_factory):
 def seal(folder, **facts):
     "Write the manifest again, as somebody does who wants it to be believed."
     kept = {k: v for k, v in _read_manifest(folder).items() if k not in ('format', 'files')}
-    _write_manifest(folder, kept | facts)
+    write_manifest(folder, kept | facts)
 
 def name_a_shard_outside(cache, outside):
     (cache / 'shard-00000.safetensors').rename(outside / 'shard.safetensors')
@@ -565,6 +565,6 @@ def test_a_cache_reaches_nothing_outside_its_folder(own_sound, tmp_path, trick):
     for read in (lambda: Cache(cache).wav_path(0), lambda: Cache(cache, in_memory=False).wav_path(0),
                  lambda: merge_caches([cache], tmp_path / 'merged')):
         with pytest.raises(UserError, match='leads out of this folder'): read()
-    for problems in (_verify_cache(cache)[1], verify_and_fix_cache(cache, fix=True, load=load)['problems']):
+    for problems in (verify_cache(cache)[1], verify_and_fix_cache(cache, fix=True, load=load)['problems']):
         assert any('leads out of this folder' in p['problem'] for p in problems)
     assert tree(outside) == before and not (tmp_path / 'merged').exists()

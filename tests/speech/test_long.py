@@ -6,10 +6,10 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
-from xtts_nb.data.sentences import sentences, _separable
+from xtts_nb.data.sentences import sentences, separable
 from xtts_nb.data.text import _LANGUAGES
 from xtts_nb.speech.generate import Speaker
-from xtts_nb.speech.guard import _Rate
+from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.long import (
     _MAX_CHARACTERS, _TextPiece, _language_runs, speak_long, _split_text, _text_pieces)
 
@@ -37,7 +37,7 @@ def check(text, language, most):
     place = 0
     for piece in pieces:
         assert piece.text and weigh(piece.text) <= most and len(piece.text.strip()) <= limit
-        assert 0 <= piece.pause <= 0.7 and (not place or _separable(text, place))
+        assert 0 <= piece.pause <= 0.7 and (not place or separable(text, place))
         place += len(piece.text)
 
 @pytest.mark.parametrize('language', EVERY)
@@ -120,7 +120,7 @@ def test_a_piece_has_room_for_its_codes(recorder):
     count = lambda: max(_text_pieces(recorder, text, 'en')[1])
     assert 30 < count() <= 40
     for most, longest, tokens in ((1.4 * 3, None, 20), (1.4 * 30, None, 16), (1., 22, 22), (1., 3, 16)):
-        recorder.rates = {'en': _Rate(1., most, longest)}
+        recorder.rates = {'en': Rate(1., most, longest)}
         assert tokens / 2 < count() <= tokens
 
 def test_a_mark_that_is_not_said_still_divides(recorder):

@@ -31,10 +31,10 @@ from xtts_nb.sampler import GPU
 from xtts_nb.train import memory
 from xtts_nb.train.begin import begin
 from xtts_nb.train.finetune import (
-    _DerivedWeights, grow, _grow_tokenizer, _low_rank_parts, _make_update, _new_rows, read_texts, _row_parts)
+    _DerivedWeights, grow, _grow_tokenizer, _low_rank_parts, make_update, new_rows, read_texts, _row_parts)
 from xtts_nb.train.learning_rate import find_learning_rate, plot_learning_rate
 from xtts_nb.train.memory import (
-    _activation_count, _check_memory, _find_batch_size, _free_memory, _memory_budget, _MEMORY_ERROR,
+    _activation_count, check_memory, _find_batch_size, _free_memory, _memory_budget, _MEMORY_ERROR,
     memory_needs, _memory_settings, parameter_counts, _run_trial, _trainable_count)
 from xtts_nb.train.runs import export_run, new_run
 from xtts_nb.train.step import compile_step, random_batch, token_counts, Update
@@ -132,7 +132,7 @@ def made(config, kind, **changes) -> Update:
     config = config.replace(training={'gpt': {'finetune': kind, 'learning_rate': 1e-2}}).replace(**changes)
     keras.utils.set_random_seed(0)
     gpt = GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision])
-    update = _make_update(gpt, config.training.gpt, RUNS)
+    update = make_update(gpt, config.training.gpt, RUNS)
     if kind == 'lora':   # as after some training: a zero hides half of the gradients
         for v in update.weights: v.assign(v.value + 0.02 * keras.random.normal(v.shape, seed=1))
     return update
@@ -205,11 +205,11 @@ def test_rows_of_several_languages(plain):
     old = train_tokenizer(['the old dog'], ['en'], 40)
     one = _grow_tokenizer(old, 'fa', ['سگ پیر'])
     both, first, second = _grow_tokenizer(one, 'sv', ['å ä ö']), old.size, one.size
-    assert _new_rows(config(first), both, ['fa']) == [(first, second)]
-    assert _new_rows(config(first), both, ['fa', 'sv']) == [(first, second), (second, both.size)]
+    assert new_rows(config(first), both, ['fa']) == [(first, second)]
+    assert new_rows(config(first), both, ['fa', 'sv']) == [(first, second), (second, both.size)]
     for grown, languages in ((first, ['en']), (0, ['fa']), (second, ['fa'])):
-        with pytest.raises(UserError, match='add-language'): _new_rows(config(grown), both, languages)
-    assert _new_rows(config(first, 'whole'), both, ['sv']) == [] == _new_rows(config(0, 'lora'), both, ['sv'])
+        with pytest.raises(UserError, match='add-language'): new_rows(config(grown), both, languages)
+    assert new_rows(config(first, 'whole'), both, ['sv']) == [] == new_rows(config(0, 'lora'), both, ['sv'])
     for part in _row_parts(GPT(plain, 5), [(40, 44), (44, 48)]):   # adjacent, and to the very end
         assert np.array_equal(part(), part.base.numpy()) and part.rows.shape[part.axis] == 8
         part.rows.assign(part.rows.value + 1)
@@ -324,7 +324,7 @@ def test_moving_numbers_are_those_that_move(mini, base, persian):
     first, last = config.model.gpt.grown_from, grown.tokenizer.size
     for kind in ('whole', 'lora', 'rows'):
         changed = config.replace(training={'gpt': {'finetune': kind}})
-        update = _make_update(grown.gpt, changed.training.gpt, [(first, last)])
+        update = make_update(grown.gpt, changed.training.gpt, [(first, last)])
         assert _trainable_count(changed, last - first) == sum(int(np.prod(v.shape)) for v in update.weights)
 
 HALF, EMA = {'precision': 'bfloat16'}, {'ema': 0.5}
@@ -393,7 +393,7 @@ def test_free_memory_of_a_card(card):
     ([GPU(0, 'A card', memory_used=5)], 'does not tell its memory')])
 def test_where_the_memory_is_unknown_training_continues_and_says_so(card, mini, cards, why):
     card.cards = cards
-    assert why in _check_memory(mini, 48, 40)
+    assert why in check_memory(mini, 48, 40)
     with pytest.raises(UserError, match='--memory GB'): _memory_budget()
     assert _memory_budget(10**9) == 10**9
 

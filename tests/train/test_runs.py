@@ -26,7 +26,7 @@ from xtts_nb.speech.listen import Listener
 from xtts_nb.train import runs
 from xtts_nb.train.begin import begin
 from xtts_nb.train.runs import (
-    _base_config, export_run, held_out_share, _Mix, new_run, _Replay, _run_facts, _shared_shapes)
+    _base_config, export_run, held_out_share, _Mix, new_run, _Replay, run_facts, _shared_shapes)
 from xtts_nb.train.trainer import (
     checkpoints, _epochs_to_steps, _late_interrupt, _save_checkpoint, _updates_of)
 
@@ -164,13 +164,13 @@ def test_what_a_folder_holds(tmp_path, inside, found):
     if inside is not None: run.mkdir()
     if isinstance(inside, dict): (run / 'run.json').write_text(json.dumps(inside))
     for name in inside if isinstance(inside, list) else (): (run / name).touch()
-    if found is not UserError: assert _run_facts(run) == found
+    if found is not UserError: assert run_facts(run) == found
     else:
-        with pytest.raises(UserError) as e: _run_facts(run)
+        with pytest.raises(UserError) as e: run_facts(run)
         part = inside.get('part') if isinstance(inside, dict) else None
         wanted = f'continue with xtts-nb {runs._COMMANDS[part]} --run {run}' if part else 'not .*a run'
         assert re.search(wanted, str(e.value))
-        if part: assert _run_facts(run, part) == inside
+        if part: assert run_facts(run, part) == inside
 
 def test_who_looks_and_who_listens(prepared, eager):
     """Only where clips are held out and validation is asked for; as many rows as are computed at once,

@@ -16,7 +16,7 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    answer, app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _Json, _load_settings, main,
+    answer, app, argument, command, _convert_app, _EXISTS, _FOLDER, given, Json, _load_settings, main,
     _MODEL, option, _Preset, progress, _Record, _Settings, shown, start, table, to_stderr, _write_record)
 
 # %% ../../nbs/app/cli.ipynb #49b0d04d
@@ -33,14 +33,14 @@ def _demo(
     if seeds and seed is not None:
         raise UserError(f'demo: --seeds {seeds} runs the seeds 0 to {seeds - 1}; leave out --seed.')
     start()
-    from xtts_nb.app.demo import _demo_seeds, _run_demo, _seed_spread
+    from xtts_nb.app.demo import demo_seeds, run_demo, seed_spread
     config = XTTSConfig.tiny().replace(training={'gpt': given(steps=steps)})
     if seeds:
-        with progress() as tell: rows = _demo_seeds(out, seeds, config, tell=tell)
-        spread = _seed_spread(rows)
+        with progress() as tell: rows = demo_seeds(out, seeds, config, tell=tell)
+        spread = seed_spread(rows)
         if record: _write_record('demo_seeds', rows, steps=config.training.gpt.steps, spread=spread)
         return {'rows': rows, 'spread': spread}, _seeds_text(len(rows), spread)
-    with progress() as tell: result = _run_demo(out, config, seed=seed or 0, tell=tell, say=to_stderr)
+    with progress() as tell: result = run_demo(out, config, seed=seed or 0, tell=tell, say=to_stderr)
     recorded = ('data_before_after', 'step_before_after', 'train', 'scores', 'seconds')
     if record: _write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
     return result, _demo_text(result)
@@ -177,7 +177,7 @@ def _profile_step(
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
     rounds: option(int | None, 'Times that each variant runs; default: 7.', min=1) = None,
     dual: option(bool, 'Profile the stages of training on two devices instead.', '--dual') = False,
-    json_: _Json = False,
+    json_: Json = False,
 ):
     "Profile a training step: placement, forward and backward, memory, and a trace for TensorBoard."
     with answer(json_) as show:
@@ -316,11 +316,11 @@ def _diagnosed(
     requested = _load_config(config, to_stderr) if config else None
     start()
     from xtts_nb.monitor.diagnose import diagnose
-    from xtts_nb.app.quick_fix import _cache_for, _prerequisites, _quick_fix, training
-    needs = _prerequisites(data, config) if apply else []
+    from xtts_nb.app.quick_fix import cache_for, prerequisites, _quick_fix, training
+    needs = prerequisites(data, config) if apply else []
     for need in needs: to_stderr(need.line())
     for missing in (n for n in needs if not n.ok): raise UserError(f'{name}: {missing.name}: {missing.found}')
-    with _cache_for(data, requested, say=to_stderr) as cache:
+    with cache_for(data, requested, say=to_stderr) as cache:
         settings = _with_rows(requested or cache.config, batch_size)
         if not apply:
             verdict = diagnose(*training(cache, settings), batches=batches, seconds=seconds)
@@ -354,15 +354,15 @@ def _configure(
 ):
     "Show threads, GPU memory, XLA and precision, as requested and as in effect. Exit code 1 if they differ."
     from xtts_nb.app.configure import (
-        configure, environment, _settings_text, _TFSettings, _verify_settings, _write_environment)
-    requested = _TFSettings(threads, memory_limit, allocator, not no_xla, not no_mixed_precision)
-    if env_file: _write_environment(env_file, requested)
-    rows = _verify_settings(requested) if verify else configure(**vars(requested))
+        configure, environment, settings_text, TFSettings, verify_settings, write_environment)
+    requested = TFSettings(threads, memory_limit, allocator, not no_xla, not no_mixed_precision)
+    if env_file: write_environment(env_file, requested)
+    rows = verify_settings(requested) if verify else configure(**vars(requested))
     result = {'rows': rows, 'environment': environment(requested),
               'env_file': env_file and str(env_file)}
     if env_file: hint = f'set -a; . {_sourced(env_file)}; set +a; xtts-nb train ...'
     else: hint = 'For a child process: xtts-nb configure --env-file FILE'
-    return result, f'{_settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
+    return result, f'{settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
 
 # %% ../../nbs/app/cli.ipynb #be04dd56
 @_speed('check', example='--stress-duration 60')
@@ -374,17 +374,17 @@ def _check(
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.app.check import _checks_text, _preflight_rows, _preflight_text, _run_checks, _StepTrial
+    from xtts_nb.app.check import checks_text, preflight_rows, preflight_text, run_checks, StepTrial
     from xtts_nb.records import _device_name
     with progress() as tell:
         report = lambda done, total, name: tell('check', done, total, name)
-        trial = _StepTrial(config)
-        rows = _run_checks(trial, stress_duration, report)
-        ahead = _preflight_rows(trial)
+        trial = StepTrial(config)
+        rows = run_checks(trial, stress_duration, report)
+        ahead = preflight_rows(trial)
     counts = {result.lower(): sum(row['result'] == result for row in rows)
               for result in ('PASSED', 'FAILED', 'SKIPPED')}
     result = {'checks': rows, **counts, 'device': _device_name(), 'preflight': ahead}
-    text = f'{_checks_text(rows)}\n\n{_preflight_text(ahead)}'
+    text = f'{checks_text(rows)}\n\n{preflight_text(ahead)}'
     return result, text, 1 if counts['failed'] else 0
 
 # %% ../../nbs/app/cli.ipynb #4e904011
@@ -399,20 +399,20 @@ def _report(
     if out and out.exists(): raise UserError(f'{out}: exists already; name a new file.')
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.app.check import _preflight_rows, _run_checks, _StepTrial
-    from xtts_nb.app.machine import _before_after, machine, _machine_report, _own_records
+    from xtts_nb.app.check import preflight_rows, run_checks, StepTrial
+    from xtts_nb.app.machine import before_after, machine, machine_report, _own_records
     from xtts_nb.files import atomic_file
     from xtts_nb.records import benchmarks
-    trial = _StepTrial(config)
+    trial = StepTrial(config)
     with progress() as tell:
         tell('measure', 0, 2)
-        rows = _before_after(trial, seconds)
+        rows = before_after(trial, seconds)
         tell('measure', 1, 2)
-        checks = _run_checks(_StepTrial(config))
+        checks = run_checks(StepTrial(config))
         tell('measure', 2, 2)
     result = {'machine': machine(), 'step': rows, 'checks': checks,
-              'preflight': _preflight_rows(trial), 'records': _own_records(benchmarks())}
-    text = _machine_report(*result.values())
+              'preflight': preflight_rows(trial), 'records': _own_records(benchmarks())}
+    text = machine_report(*result.values())
     if not out: return result, text
     with atomic_file(out) as part: part.write_text(text + '\n', encoding='utf-8')
     return result | {'out': str(out)}, f'{out}: paste it into the issue.'

@@ -48,10 +48,10 @@ def _bench_data(
 ):
     "Clips per second of each pipeline, and the step rate of an emulated accelerator that it keeps busy."
     start()
-    from xtts_nb.app.bench_data import _compared_text
+    from xtts_nb.app.bench_data import compared_text
     with progress() as tell: result = _data_speed(data, clips, rounds, tell)
     if record: _write_record('data', **result)
-    return result, f'{table(result["corpus"], result["rows"])}\n{_compared_text(result)}'
+    return result, f'{table(result["corpus"], result["rows"])}\n{compared_text(result)}'
 
 # %% ../../nbs/app/cli_bench.ipynb #3c614ad3
 _Layers = option(int, 'Layers of the GPT.', min=1)

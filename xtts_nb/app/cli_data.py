@@ -26,8 +26,8 @@ def _download(
 ):
     "Fetch the released model or an open corpus, and compare its checksums."
     from xtts_nb.config import workspace
-    from xtts_nb.app.download import download, _download_text, _find_source, _source_rows, _terms
-    if name is None: return {'sources': _source_rows()}, table('xtts-nb download NAME', _source_rows())
+    from xtts_nb.app.download import download, _download_text, _find_source, source_rows, _terms
+    if name is None: return {'sources': source_rows()}, table('xtts-nb download NAME', source_rows())
     source = _find_source(name)
     if source.terms and not accept_cpml: to_stderr(_terms(source, from_))
     try: result = download(source, out or workspace().data / name, from_, accept_cpml)
@@ -66,13 +66,13 @@ def _corpus(
         raise UserError('corpus: --fix cuts at the lines of its table; leave --text and --transcribe out.')
     if text and transcribe: raise UserError('corpus: the text is known; leave --text or --transcribe out.')
     start()
-    from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, _load_whisper, _recut
+    from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, _load_whisper, recut
     clips = not fix and not text and _are_clips(source)
     if clips and transcribe:
         raise UserError(f'corpus: {source} holds clips with their texts; leave --transcribe out.')
     hear, known = _load_whisper(transcribe) if transcribe else None, language or 'en'
     with progress() as tell:
-        if fix: result = _recut(source, fix, out, known, partial(tell, 'read the recording'))
+        if fix: result = recut(source, fix, out, known, partial(tell, 'read the recording'))
         elif clips: result = check_corpus(source, out, known, tell)
         else: result = cut_corpus(source, text, out, language, tell, hear)
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'

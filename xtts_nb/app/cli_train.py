@@ -67,20 +67,20 @@ def _tune(
     from xtts_nb.config import _without_start_messages
     with _without_start_messages():   # a device is for the stages
         from xtts_nb.app.tune import (
-            _judged_words, _next_commands, _plan_tuning, tune, _tuned_model, _tuning_page, _tuning_text)
+            _judged_words, _next_commands, plan_tuning, tune, _tuned_model, tuning_page, tuning_text)
         from xtts_nb.files import read_json
     language = language or (None if transcribe else 'en')
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
-    plan = partial(_plan_tuning, source, out, text, language, model, tuple(skip or ()),
+    plan = partial(plan_tuning, source, out, text, language, model, tuple(skip or ()),
                    words(preset=preset, config=config),
                    words(config=config, finetune=finetune, steps=steps), mix, _judged_words(config),
                    words(transcribe=transcribe))
     done = tune(plan, out, to_stderr)
     language = language or read_json(out / 'cache' / 'manifest.json')['languages'][0]
-    page, model = _tuning_page(done, out, language), _tuned_model(done, out)
+    page, model = tuning_page(done, out, language), _tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}
     return result | {'page': str(page), 'run': result['train']['run'], 'model': str(model)}, (
-        f'{_tuning_text(done, out)}\nRead and listen: {page}\n{_next_commands(done, out, language)[0]}')
+        f'{tuning_text(done, out)}\nRead and listen: {page}\n{_next_commands(done, out, language)[0]}')
 
 # %% ../../nbs/app/cli_train.ipynb #8179c20f
 class _TakesMyXTTS(typer.core.TyperCommand):
@@ -233,14 +233,14 @@ def _train_dvae(
     from xtts_nb.train.begin import _free_run, _known_run, with_validation
     known = _known_run(run, corpus, 'train-dvae: neither a run nor a corpus is given',
                       'start a run with xtts-nb train-dvae CORPUS')
-    from xtts_nb.data.corpora import _check_dropped, read_corpus
+    from xtts_nb.data.corpora import check_dropped, read_corpus
     from xtts_nb.data.prepare import mel_sample
     from xtts_nb.train.parts import new_dvae_run
     settings = _load_settings(preset or 'tiny', config, run if known and not preset else None)
     with progress() as tell:
         def mels():
             clips, dropped = read_corpus(corpus)
-            _check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
+            check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
             return mel_sample(clips, settings, progress=partial(tell, 'read the clips'))
         settings = with_validation(settings, 'dvae', val, steps)
         trainer = new_dvae_run(run or _free_run('dvae'), settings, mels, val, corpus)
@@ -265,10 +265,10 @@ def _train_decoder(
     known = _known_run(run, model, 'train-decoder: neither a run nor a model is given',
                       'start a run with xtts-nb train-decoder --model MODEL')
     from xtts_nb.train.runs import held_out_share, open_cache
-    from xtts_nb.train.parts import _cache_of, new_decoder_run
+    from xtts_nb.train.parts import cache_of, new_decoder_run
     begun = run if known else model
     settings = with_validation(_decoder_settings(begun, config, known), 'decoder', val, steps)
-    cache = open_cache(data or _cache_of(begun), settings) if data or val or not known else None
+    cache = open_cache(data or cache_of(begun), settings) if data or val or not known else None
     out = held_out_share(cache, val) if cache and val else ()
     with progress() as tell:
         trainer = new_decoder_run(run or _free_run('decoder'), model, cache, settings, out, corpus,

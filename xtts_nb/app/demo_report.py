@@ -9,7 +9,7 @@ __all__ = []
 from collections.abc import Callable
 from pathlib import Path
 
-from .charts import _plot_before_after, _plot_losses
+from .charts import plot_before_after, plot_losses
 from .demo_pairs import _Pair
 from ..data.audio import load_audio
 from ..data.prepare import _mel_function
@@ -42,12 +42,12 @@ def _charts(result: dict, trainer: Trainer, sampler: Sampler) -> list[str]:
     return [
         heading('Before and after',
                 'Measured in this run, the arms taking turns; equal outputs were checked first.'),
-        picture(_plot_before_after(data, 'Data: the same batches from three pipelines'),
+        picture(plot_before_after(data, 'Data: the same batches from three pipelines'),
                 'speed of three pipelines'),
-        picture(_plot_before_after(step, 'Step: the same update, run in three ways'),
+        picture(plot_before_after(step, 'Step: the same update, run in three ways'),
                 'speed of three ways to run a step'),
         heading('Learning', f'{result["train"]["steps"]} updates of {trainer.plan.data.batch_size} clips.'),
-        picture(_plot_losses([l['step'] for l in lines], losses, 'Loss'), 'loss over updates'),
+        picture(plot_losses([l['step'] for l in lines], losses, 'Loss'), 'loss over updates'),
         heading('Utilisation',
                 f'Sampled ten times a second over the whole run: {_device_names(sampler.samples)}.'),
         picture(plot_samples(sampler.samples, marks=sampler.marks), 'utilisation over time')]
@@ -68,7 +68,7 @@ def _pair_section(pair: _Pair, spoken: Path, score: tuple[bool, bool], corpus: P
 # %% ../../nbs/app/demo_report.ipynb #12553b1f
 def _demo_report(out: Path, result: dict, pairs: list[_Pair], spoken: list[Path], scores: list,
                  trainer: Trainer, sampler: Sampler):
-    "`report.html` for a result of `_run_demo`: figures, comparisons, loss, utilisation, mels and players."
+    "`report.html` for a result of `run_demo`: figures, comparisons, loss, utilisation, mels and players."
     audio, counts = trainer.xtts.config.model.audio, result['spoken']
     mel = _mel_function(audio, audio.dvae_n_fft)
     lead = ('Pairs of sentence and voice that never occurred together in the training of the GPT; the DVAE '

@@ -15,7 +15,7 @@ import numpy as np
 from ..config import UserError
 from .audio import load_audio
 from .cache import Cache, _check_cache_folder, _check_is_cache, file_sha
-from .corpora import _check_dropped
+from .corpora import check_dropped
 from .prepare import _assemble, _cache_pieces, ClipEncoder, _FACTS, _source_digest
 from ..files import atomic_folder
 
@@ -37,8 +37,8 @@ def merge_caches(
     for line in _differing_parts(caches, load) if load else (): print(line, file=sys.stderr)
     first = caches[0].manifest
     facts = {name: first[name] for name in _FACTS} | {'part': [1, 1]}
-    check = lambda dropped: _check_dropped(dropped, first['rows'], caches[0].config,
-                                           first['source']['corpus'])
+    check = lambda dropped: check_dropped(dropped, first['rows'], caches[0].config,
+                                          first['source']['corpus'])
     with atomic_folder(out, _check_is_cache) as folder:
         return _assemble(folder, caches[0].folder, pieces, facts, check)
 

@@ -16,11 +16,11 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import DataConfig, ModelConfig, UserError
-from .audio import _check_native, decode_wav, log_mel
+from .audio import check_native, decode_wav, log_mel
 from .cache import (
-    ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, _InFiles, _InMemory,
+    ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, InFiles, InMemory,
     left_out_line, _within_limits)
-from ..files import atomic_folder, _check_own, fingerprint, read_json, write_json
+from ..files import atomic_folder, check_own, fingerprint, read_json, write_json
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47
 def _candidates(below: np.ndarray, most: int) -> np.ndarray:
@@ -127,7 +127,7 @@ def _stored_columns(
     facts = read_json(folder / 'columns.json') if (folder / 'columns.json').is_file() else {}
     if facts.get('key') != key:
         own = {'columns.json', *facts.get('columns', ())}
-        with atomic_folder(folder, partial(_check_own, own=own.__contains__, what='a plan')) as part:
+        with atomic_folder(folder, partial(check_own, own=own.__contains__, what='a plan')) as part:
             columns = make()
             for name, array in columns.items(): array.tofile(part / name)
             facts = {'key': key, 'columns': {name: [str(a.dtype), a.shape] for name, a in columns.items()}}
@@ -290,7 +290,7 @@ class WavReader(_OnlineReader):
     def __init__(self, plan: BatchPlan, stats: np.ndarray):
         super().__init__(plan, stats)
         if self.cache.manifest.get('mode') != 'runtime':   # such a cache wrote its files in this format
-            _check_native(self.names, self.audio.sample_rate)
+            check_native(self.names, self.audio.sample_rate)
 
     def samples(self, frames, n_fft: int): return (frames - 1) * self.audio.hop_length + n_fft
 
@@ -348,7 +348,7 @@ class CacheReader:
     def __init__(self, cache: Cache, plan: BatchPlan, kinds: Iterable[str] = ARRAYS):
         self.plan = plan
         in_memory = all(hasattr(cache, kind) for kind in kinds)
-        self.gather = (_InMemory if in_memory else _InFiles)(cache, kinds)
+        self.gather = (InMemory if in_memory else InFiles)(cache, kinds)
         self.start, self.length = ({k: Column(getattr(cache, f'{k}_{x}')) for k in kinds}
                                    for x in ('start', 'length'))
         cache.check_unchanged()

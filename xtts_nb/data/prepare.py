@@ -30,19 +30,19 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import AudioConfig, cores, setup_tf, UserError, XTTSConfig
-from .audio import _audio_seconds, decode_wav, _frame_count, log_mel, save_audio
+from .audio import audio_seconds, decode_wav, frame_count, log_mel, save_audio
 from .cache import (
-    ARRAYS, Cache, _changed_files, _check_cache_folder, _check_is_cache, _ClipRows, _COLUMN_TYPES,
-    content_keys, digest, file_sha, _FORMAT, _load_shard, map_arrays, _read_manifest, _record_check,
-    _REPORT_PAGE, _work_path, _write_manifest, _write_shard, _write_table)
+    ARRAYS, Cache, _changed_files, _check_cache_folder, _check_is_cache, ClipRows, _COLUMN_TYPES,
+    content_keys, digest, file_sha, _FORMAT, _load_shard, map_arrays, _read_manifest, record_check,
+    _REPORT_PAGE, _work_path, write_manifest, write_shard, write_table)
 from .corpora import (
-    _check_dropped, Clip, _Dropped, _measure_clip, _MEASURED, _read_audio, _read_rows, report_text,
+    check_dropped, Clip, Dropped, measure_clip, _MEASURED, read_audio, _read_rows, report_text,
     summary, synthetic_corpus)
-from .pages import _corpus_page
+from .pages import corpus_page
 from .text import clean, Tokenizer, train_tokenizer
 from ..devices import _hide_cards
 from ..files import (
-    atomic_file, atomic_folder, _check_own, fingerprint, inside, is_work, _kept_work, locked, _PART,
+    atomic_file, atomic_folder, check_own, fingerprint, inside, is_work, _kept_work, locked, _PART,
     read_json, remove_work, visible, _without_part, write_json)
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
@@ -64,17 +64,17 @@ def mel_sample(
     mel = _mel_function(audio, audio.dvae_n_fft)
     order = np.random.default_rng(config.data.seed).permutation(len(clips))
     some = ([clips[i] for i in order[k:k + 64]] for k in range(0, len(order), 64))
-    read = itertools.chain.from_iterable(_read_audio(part, config) for part in some)
+    read = itertools.chain.from_iterable(read_audio(part, config) for part in some)
     for done, (_, wav) in enumerate(read, 1):
         if progress: progress(done, len(clips))
-        if isinstance(wav, _Dropped):
+        if isinstance(wav, Dropped):
             dropped.append(wav)
             continue
         mels.append(mel(wav).numpy())
         left -= len(wav) / audio.sample_rate
         if left <= 0: break
     if not mels:
-        _check_dropped(dropped, len(clips), config, clips[0].path.parent.parent if clips else 'the corpus')
+        check_dropped(dropped, len(clips), config, clips[0].path.parent.parent if clips else 'the corpus')
     return np.concatenate(mels)
 
 # %% ../../nbs/data/prepare.ipynb #0be53be2
@@ -110,20 +110,20 @@ class ClipEncoder:
         clip: Clip,
         wav: np.ndarray | None,
         known: dict | None = None,   # existing parts of the record, with `samples` if there is no wav
-    ) -> dict | _Dropped:
+    ) -> dict | Dropped:
         "The record of a clip, or why it is dropped."
         if clip.language not in self.tokenizer.languages:
-            return _Dropped(clip.id, f'the tokenizer has no language {clip.language}')
+            return Dropped(clip.id, f'the tokenizer has no language {clip.language}')
         known = known or {}
         samples = known['samples'] if wav is None else len(wav)
         ids = known['text'] if 'text' in known else self.tokenizer.encode(clip.text, clip.language)
         count = -(-samples // self.samples_per_code)
-        if problem := self._problem(clip, ids, count): return _Dropped(clip.id, problem)
+        if problem := self._problem(clip, ids, count): return Dropped(clip.id, problem)
         record = {'text': ids, 'codes': np.zeros(0), 'mel': np.zeros((0, self.config.model.audio.n_mels))}
         for kind, make in (('codes', self.codes), ('mel', self.mel)):
             if kind in self.stored: record[kind] = known[kind] if kind in known else make(wav)
         lengths = {'codes_length': count, 'text_length': len(ids),
-                   'mel_length': _frame_count(samples, self.config.model.audio)}
+                   'mel_length': frame_count(samples, self.config.model.audio)}
         return record | lengths | {'samples': samples}
 
 # %% ../../nbs/data/prepare.ipynb #0be530b0
@@ -168,7 +168,7 @@ def _choose_mode(clips: Sequence[Clip], config: XTTSConfig, sample: int = 200) -
     data, audio, lengths = config.data, config.model.audio, []
     if data.preprocessing_mode != 'auto': return data.preprocessing_mode
     for clip in clips[::-(-len(clips) // sample)]:
-        try: lengths.append(clip.end - clip.start if clip.end else _audio_seconds(clip.path))
+        try: lengths.append(clip.end - clip.start if clip.end else audio_seconds(clip.path))
         except UserError: pass   # dropped later, with its reason
     bytes_per_second = audio.frames_per_second * (audio.n_mels * 2 + 2 / config.model.dvae.frames_per_code)
     size = np.mean(lengths or [0]) * len(clips) * bytes_per_second
@@ -220,7 +220,7 @@ class _StoredClips(Sequence):
                 self.languages.add(clip.language)
                 path = str(clip.path).removeprefix(self.top)
                 file.write(json.dumps(vars(clip) | {'path': path}).encode() + b'\n')
-        self.rows = _ClipRows(self.path, np.asarray(starts))
+        self.rows = ClipRows(self.path, np.asarray(starts))
 
     def __len__(self) -> int: return len(self.rows)
 
@@ -265,7 +265,7 @@ def known(self: _ShardMaker, clip: Clip, source: int) -> dict:
     except UserError: return {}   # the shard is damaged
     record = arrays | {name: self.older.index[name][i] for name in _COLUMN_TYPES}
     if not data.min_seconds <= record['samples'] / self.rate <= data.max_seconds: return {}
-    if _record_check(record) != record['check']: return {}   # damaged
+    if record_check(record) != record['check']: return {}   # damaged
     fits = {kind for kind in ARRAYS if self.older.manifest['keys'][kind] == self.plan.keys[kind]}
     row = self.older.clips[i]
     if (row['text'], row['language']) != (clip.text, clip.language): fits -= {'text'}
@@ -285,21 +285,21 @@ def taken_over(self: _ShardMaker, job: Job, key: str) -> bool:
 # %% ../../nbs/data/prepare.ipynb #837280b0
 @patch
 def _records(self: _ShardMaker, job: Job, sources: list[int]):
-    "Of each clip: record or `_Dropped`, samples if they were read, and the kinds that were made."
+    "Of each clip: record or `Dropped`, samples if they were read, and the kinds that were made."
     known = [self.known(clip, source) for clip, source in zip(job.clips, sources)]
     # a clip whose line in the table is lost is measured again
     whole = [{'codes', 'mel'} <= parts.keys() and bool(self._measured(clip, None))
              for clip, parts in zip(job.clips, known)]
-    wavs = _read_audio([clip for clip, w in zip(job.clips, whole) if not w], self.plan.config)
+    wavs = read_audio([clip for clip, w in zip(job.clips, whole) if not w], self.plan.config)
     for clip, parts, w in zip(job.clips, known, whole):
         wav = None if w else next(wavs)[1]
-        record = wav if isinstance(wav, _Dropped) else self.encoder(clip, wav, parts)
+        record = wav if isinstance(wav, Dropped) else self.encoder(clip, wav, parts)
         yield record, wav, [kind for kind in self.plan.stored if kind not in parts]
 
 @patch
 def _measured(self: _ShardMaker, clip: Clip, wav: np.ndarray | None) -> dict:
     "The measurements of a clip, of its samples or of the older cache."
-    if wav is not None: return _measure_clip(wav, self.rate)
+    if wav is not None: return measure_clip(wav, self.rate)
     row = self.older.clips[self.places[clip.id]]
     return {name: row[name] for name in _MEASURED if name in row}
 
@@ -345,7 +345,7 @@ def __call__(self: _ShardMaker, job: Job, progress=lambda clips: None) -> dict[s
     records, rows, dropped = [], [], []
     for place, (record, wav, kinds) in enumerate(self._records(job, sources)):
         clip = job.clips[place]
-        if isinstance(record, _Dropped): dropped.append([record.id, record.reason])
+        if isinstance(record, Dropped): dropped.append([record.id, record.reason])
         else:
             sound = self._sound(clip, wav, f'audio/{job.number:05d}-{place:05d}.wav')
             records.append(record | {'source': sources[place], 'sound': sound.get('sound', 0)})
@@ -354,7 +354,7 @@ def __call__(self: _ShardMaker, job: Job, progress=lambda clips: None) -> dict[s
             made.update(kinds)
         progress(1)
     path = self.plan.work / f'{job.name}.safetensors'
-    line = _write_shard(path, records) if records else {'file': '', 'clips': 0}
+    line = write_shard(path, records) if records else {'file': '', 'clips': 0}
     line = {'number': job.number, 'key': key} | line | {'dropped': dropped}
     self._finish(job, line, rows)
     return dict(made)
@@ -456,7 +456,7 @@ def _check_work(work: Path):
     if work.is_file(): raise UserError(f'{work}: holds something that is not {what}; choose another folder.')
     if not work.is_dir(): return
     ours = is_work(work, 'plan.json')
-    _check_own(work, lambda name: ours and _WORK.fullmatch(_without_part(name)), what)
+    check_own(work, lambda name: ours and _WORK.fullmatch(_without_part(name)), what)
 
 @contextmanager
 def _locked(out: Path):
@@ -537,27 +537,27 @@ def _assemble(
     check: Callable,            # called with all dropped clips
 ) -> dict:
     "Fill `folder` with a cache; returns its report."
-    lines, sources, dropped = [], [], [_Dropped(*d) for d in facts['unread']]
+    lines, sources, dropped = [], [], [Dropped(*d) for d in facts['unread']]
     def each():
         for piece in pieces:
             lines.append(piece.line)
-            dropped.extend(_Dropped(*d) for d in piece.line['dropped'])
+            dropped.extend(Dropped(*d) for d in piece.line['dropped'])
             if not piece.rows: continue
             for name in _files(piece.line, piece.rows): _link(name, piece.folder, folder)
             sources.append(piece.columns['source'].tobytes())
             yield piece.line['number'], piece.rows, piece.columns
-    names = _write_table(folder, each(), facts['stored'])
+    names = write_table(folder, each(), facts['stored'])
     check(dropped)
     for name in _BESIDES:
         if (besides / name).is_file():   # one may be missing in a cache under repair
             _link(name, besides, folder)
-    rows = _ClipRows(folder / 'clips.jsonl', map_arrays(folder / 'index.safetensors')['row'])
+    rows = ClipRows(folder / 'clips.jsonl', map_arrays(folder / 'index.safetensors')['row'])
     report = summary(rows, dropped)
     write_json(folder / 'report.json', report)
     (folder / 'report.txt').write_text(report_text(report), encoding='utf-8')
-    _corpus_page(report, folder / _REPORT_PAGE)
+    corpus_page(report, folder / _REPORT_PAGE)
     key = fingerprint(facts['mode'], facts['keys'], file_sha(folder / 'clips.jsonl'), b''.join(sources))
-    _write_manifest(folder, {'key': key, 'clips': len(rows)} | facts | names | {'shards': lines})
+    write_manifest(folder, {'key': key, 'clips': len(rows)} | facts | names | {'shards': lines})
     return report
 
 # %% ../../nbs/data/prepare.ipynb #fdd642e5
@@ -645,7 +645,7 @@ class _CorpusRows:
     part: tuple[int, int]      # (I, N): every Nth shard from the Ith
     work: Path
     clips: Sequence[Clip]
-    unread: list[_Dropped]
+    unread: list[Dropped]
 
     @property
     def total(self) -> int: return len(self.clips) + len(self.unread)
@@ -659,9 +659,9 @@ class _CorpusRows:
         "The clips of a shard."
         return slice(number * self.shard_clips, (number + 1) * self.shard_clips)
 
-    def check(self, dropped: list[_Dropped]):
+    def check(self, dropped: list[Dropped]):
         "Raise `UserError` if too many are dropped; the parts of a corpus are checked when they are merged."
-        if self.part[1] == 1: _check_dropped(dropped, self.total, self.config, self.corpus)
+        if self.part[1] == 1: check_dropped(dropped, self.total, self.config, self.corpus)
 
     @property
     def folder(self) -> Path: return (self.corpus if self.corpus.is_dir() else self.corpus.parent).absolute()
@@ -693,7 +693,7 @@ def open_corpus(
         clips.fill(row for row in _read_rows(corpus, language, layout, parts=True)
                    if isinstance(row, Clip) or unread.append(row))
         rows = _CorpusRows(corpus, out, config, language, layout, shard_clips, part, work, clips, unread)
-        _check_dropped(unread, rows.total, config, corpus)
+        check_dropped(unread, rows.total, config, corpus)
         _check_part(part, len(clips), shard_clips)
         yield rows
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..config import UserError, XTTSConfig
 from .cache import (
-    Cache, _check_is_cache, file_sha, _load_shard, _own_name, _read_manifest, _verify_cache)
+    Cache, _check_is_cache, file_sha, _load_shard, _own_name, _read_manifest, verify_cache)
 from .corpora import read_corpus
 from .prepare import _encode_rows, _locked, open_corpus, _shard_ranges, _salvage
 from .text import clean, Tokenizer, train_tokenizer
@@ -28,10 +28,10 @@ def verify_and_fix_cache(
     "Check every byte of a cache; with `fix`, make damaged parts again from the corpus."
     if fix and not load: raise ValueError('verify_and_fix_cache: fix=True needs load, which reads the DVAE.')
     folder = Path(folder)
-    checked, problems = _verify_cache(folder, progress)
+    checked, problems = verify_cache(folder, progress)
     place = lambda p: (p['file'], p['clip'])
     reasons = _repair(folder, problems, source, load) if fix and problems else {}
-    left = {place(p) for p in _verify_cache(folder)[1]} if fix and problems else {place(p) for p in problems}
+    left = {place(p) for p in verify_cache(folder)[1]} if fix and problems else {place(p) for p in problems}
     problems = [p | {'fixed': place(p) not in left} for p in problems]
     for p in problems:
         if fix and not p['fixed']:

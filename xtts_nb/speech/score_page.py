@@ -16,7 +16,7 @@ from ..data.corpora import visible
 from ..files import check_results, has_keys, write_json
 from ..report import facts, heading, picture, player, plot_mels, write_report
 from .evaluate import _Evaluation
-from .scores import _AUDIO, _badness, _number, _SCORES, _SOUND_SOURCES
+from .scores import _AUDIO, _badness, _number, SCORES, _SOUND_SOURCES
 
 # %% ../../nbs/speech/score_page.ipynb #5055f96b
 _SCORE_STYLE = """<style>
@@ -36,7 +36,7 @@ _SOURCE_COLOURS = dict(zip(_SOUND_SOURCES,
 # %% ../../nbs/speech/score_page.ipynb #fed1dabe
 def _scale(score: dict) -> str:
     "The medians as dots between the recording, left, and the untrained model, right."
-    best = _SCORES[score['score']].best
+    best = SCORES[score['score']].best
     level = {k: _badness(best,
                          score[k]['median']) for k in _SOUND_SOURCES if k in score and score[k]['clips']}
     first, last = level['recording'], level['untrained']
@@ -57,7 +57,7 @@ def _below(values: dict) -> str:   # of `spread`
 
 def _score_row(score: dict, sources: list[str]) -> str:
     "The line of a score in the table."
-    one = _SCORES[score['score']]
+    one = SCORES[score['score']]
     limits = one.limits if score['offered'] else f'not offered: {score["fault"]}'
     name = f'{one.name}, {one.unit}'.rstrip(', ')
     cells = [f'<td>{html.escape(name)}<small>{html.escape(limits)}</small></td>']

@@ -22,12 +22,12 @@ from ..files import check_folder
 from ..settings import (
     check_used, config_diff, _DEVICE_OPTIONS, flat, layers_of, nested, _RATE_KEYS, rates, _Resolved, resolve,
     _SMALL, usual_rates)
-from .caches import _corpus_cache, _is_corpus, silent
+from .caches import _corpus_cache, is_corpus, silent
 from .dual import _check_no_codes, Feed, _RING
-from .finetune import _new_rows
-from .memory import _check_memory, _compute_capability, _find_batch_size, _free_memory
+from .finetune import new_rows
+from .memory import check_memory, _compute_capability, _find_batch_size, _free_memory
 from .runs import (
-    _base_config, _check_made_for, held_out_share, _Mix, new_run, open_cache, _run_facts)
+    _base_config, check_made_for, held_out_share, _Mix, new_run, open_cache, run_facts)
 from .trainer import Trainer
 
 # %% ../../nbs/train/begin.ipynb #7f3fa53c
@@ -100,8 +100,8 @@ def settings_for(
 ) -> _Request:
     "Resolve the settings of a training and where each value comes from; `UserError` for a refused one."
     run, data = run and Path(run), data and Path(data)
-    facts = _run_facts(run) if run else {}   # refuses a folder that holds something else
-    folder = None if _is_corpus(data) else data or facts.get('cache')
+    facts = run_facts(run) if run else {}   # refuses a folder that holds something else
+    folder = None if is_corpus(data) else data or facts.get('cache')
     cache = Cache(folder, in_memory=False) if folder else None   # mapped until its budget is known
     if preset or not (facts or cache):
         begun, origin = XTTSConfig.preset(preset or 'tiny'), f'preset {preset or "tiny"}'
@@ -174,7 +174,7 @@ def _mix(mix, share: float | None, val: float, facts: dict, config, cache: Cache
         raise UserError('`mix` works on one device with prepared codes; leave `data_gpu` and related '
                         'options out.')
     if _in_cluster(): raise UserError('`mix` is for one machine; train on one, or leave it out.')
-    folder = _corpus_cache(mix, config, cache.folder, say, tell) if _is_corpus(mix) else mix
+    folder = _corpus_cache(mix, config, cache.folder, say, tell) if is_corpus(mix) else mix
     old = open_cache(folder or facts['mix'], config, cache)
     if share is None: share = facts.get('mix_share')
     out = facts['mix_held_out'] if known else held_out_share(old, val or 0.1)
@@ -215,7 +215,7 @@ def largest_batch(cache: Cache, config: XTTSConfig, base: Path | None = None,
     tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
     caches = [cache, mix.cache] if mix else [cache]
     shapes = [BatchPlan(part, config.data).shapes[-1] for part in caches]
-    return *map(max, zip(*shapes)), _new_rows(config, tokenizer, cache.languages)
+    return *map(max, zip(*shapes)), new_rows(config, tokenizer, cache.languages)
 
 def _fit_batch(config: XTTSConfig, largest: tuple, memory: int | None = None, say=print,
               tell=silent) -> tuple:
@@ -234,7 +234,7 @@ def _in_memory(config, largest: tuple, fit: bool, devices: _DevicePlan, replicas
     codes, text, runs = largest
     rows = max(config.training.gpt.grad_accum_steps, config.data.batch_size // replicas)
     on_each = config.replace(data={'batch_size': rows}) if replicas > 1 else config
-    say(_check_memory(on_each, codes, text, sum(b - a for a, b in runs), _free_memory(devices)))
+    say(check_memory(on_each, codes, text, sum(b - a for a, b in runs), _free_memory(devices)))
     return config
 
 def _check_fit(gpus: dict):
@@ -298,13 +298,13 @@ def begin(
     if on_device and not cache: config = _without_codes(config)
     if not cache: cache = Cache(prepare(data, config, base), in_memory=False)
     cache.read(config.data.ram_budget)
-    _check_made_for(cache, config)   # before the memory is checked: that needs a model that can be trained
+    check_made_for(cache, config)   # before the memory is checked: that needs a model that can be trained
     make, replicas = _one_or_all(make, replicas, config, cache, 'mix' in facts, say)
     feed = _feed(cache, config, devices, on_device, buffer_size, say)
     older = _mix(mix, mix_share, val, facts, config, cache, bool(feed), say, tell)
     largest = largest_batch(cache, config, base, older)
     config = _in_memory(config, largest, fit_memory, devices, replicas, say, tell)
-    if _is_corpus(val_data): val_data = prepare(val_data, config, cache.folder)
+    if is_corpus(val_data): val_data = prepare(val_data, config, cache.folder)
     val_data = val_data or facts.get('val')
     held_out = facts['held_out'] if facts else []
     if val and sorted(wanted := held_out_share(cache, val)) != sorted(held_out):
