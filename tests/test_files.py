@@ -23,7 +23,7 @@ from xtts_nb.data.audio import save_audio
 from xtts_nb.data.cache import _COLUMN_TYPES, _work_path, write_shard
 from xtts_nb.files import (
     append_line, atomic_file, atomic_folder, check_own, _check_writable, fingerprint, inside, load_weights,
-    locked, named_weights, read_json, _read_json_lines, read_tensors, save_weights, write_json, write_tensors)
+    locked, named_weights, read_json, read_json_lines, read_tensors, save_weights, write_json, write_tensors)
 
 # --- files and folders ------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, space, line):
 
 # --- what a killed writer leaves, and what is not ours ------------------------------------------------
 
-MINE = 'out.20251129.old', 'out.7.part', 'out.host-7.old', f'out.0a1b2c3d{files._PART}'
+MINE = 'out.20251129.old', 'out.7.part', 'out.host-7.old', f'out.0a1b2c3d{files.PART}'
 
 def test_an_interrupted_write_leaves_what_was_there_and_backups_are_no_leftovers(tmp_path):
     for name in (*MINE, 'out'): write_json(tmp_path / name / 'mine', 'mine')
@@ -168,7 +168,7 @@ def test_what_a_killed_writer_left_is_undone_or_finished(tmp_path, within, renam
     out = tmp_path / 'out'
     with atomic_folder(out) as part:
         for name in 'ab': (part / name).write_text('old')
-    assert python(KILLED, out, within, renames).code == -9 and [*tmp_path.rglob(f'*{files._PART}')]
+    assert python(KILLED, out, within, renames).code == -9 and [*tmp_path.rglob(f'*{files.PART}')]
     with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True): raise KeyboardInterrupt
     names, text = ('bc', b'new') if renames > 2 else ('ab', b'old')   # the third says that all is there
     assert tree(tmp_path) == {'out': b'', **{f'out/{name}': text for name in names}}
@@ -299,7 +299,7 @@ def test_json_is_text_in_any_language_and_a_bad_file_is_named(tmp_path):
     values = [{'a': 'one\u2028two\x85'}, 3]   # a text within JSON may hold other ends of lines
     text = ''.join(json.dumps(value, ensure_ascii=False) + '\n' for value in values)
     (tmp_path / 'lines').write_text(text, encoding='utf-8')
-    assert _read_json_lines(tmp_path / 'lines') == values
+    assert read_json_lines(tmp_path / 'lines') == values
     for content in (None, b'', b'{"a": ', b'\xff\xfe', b'version https://git-lfs', b'\n<!DOCTYPE html>'):
         if content is not None: (tmp_path / 'b.json').write_bytes(content)
         with pytest.raises(UserError, match='b.json: '): read_json(tmp_path / 'b.json')

@@ -19,7 +19,7 @@ from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.files import write_json
 from xtts_nb.models.gpt import GPT
-from xtts_nb.models.xtts import _POLICIES
+from xtts_nb.models.xtts import POLICIES
 from xtts_nb.train.step import AdamW, averaged, learning_rate, compile_step, Update
 from xtts_nb.data.prepare import _choose_mode
 from xtts_nb.settings import flat
@@ -76,7 +76,7 @@ def rows_to_learn(config, world):
 def updated(config, world):
     "One update of a GPT: losses, applied gradients, number of parts, and how often blocks are recomputed."
     keras.utils.set_random_seed(0)
-    gpt, draw = GPT(config, 3, dtype=_POLICIES[config.training.gpt.precision]), np.random.default_rng(0)
+    gpt, draw = GPT(config, 3, dtype=POLICIES[config.training.gpt.precision]), np.random.default_rng(0)
     applied, shares = [], []
     update = make_update(gpt, config.training.gpt, [])
     update.optimizer.apply = lambda gradients, weights: applied.extend(gradients)
@@ -109,7 +109,7 @@ def pipeline(config, world):
 def place(config, world):
     cache = open_cache(world.cache.folder, config)
     reader = CacheReader(cache, BatchPlan(cache, config.data), ('mel',))
-    return cache.held, type(reader.rows).__name__
+    return cache.held, type(reader.gather).__name__
 
 def dropped(config, world):
     try: return check_dropped([Dropped('a', 'bad')] * 2, 5, config, 'corpus')

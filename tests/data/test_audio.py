@@ -11,7 +11,7 @@ import tensorflow as tf
 from xtts_nb.config import AudioConfig, UserError
 from xtts_nb.data.audio import (
     _LOG_FLOOR, audio_seconds, check_native, decode_wav, frame_count, griffin_lim, load_audio, log_mel,
-    log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, synthetic_voice, _wav_bytes,
+    log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, synthetic_voice, wav_bytes,
     _wav_header)
 
 RATE = 22050
@@ -128,7 +128,7 @@ def test_resampling_is_the_defining_sum(samples, old, new):
 def test_samples_are_written_as_libsndfile_writes_them(tmp_path):
     samples = np.array([0, 1, -2, 32767, -32768], np.int16)
     soundfile.write(tmp_path / 'b.wav', samples, 16000, subtype='PCM_16')
-    assert (tmp_path / 'b.wav').read_bytes() == _wav_bytes(samples, 16000)
+    assert (tmp_path / 'b.wav').read_bytes() == wav_bytes(samples, 16000)
     wav = np.array([0.5, -1, 1, 2, -2, 0.6 / 2**15, -0.6 / 2**15, 0.4 / 2**15], np.float32)
     assert np.frombuffer(_pcm16(wav), '<i2').tolist() == [16384, -32768, 32767, 32767, -32768, 1, -1, 0]
 
@@ -157,16 +157,16 @@ def encoded(**how):
     return file.getvalue()
 
 DATA, NOTE = chunk(b'data', SAMPLES.tobytes()), chunk(b'LIST', b'noise!')
-READ = {'plain': _wav_bytes(SAMPLES), 'of libsndfile': encoded(), 'a chunk before': wav_file(NOTE, DATA),
-        'a chunk behind': wav_file(DATA, NOTE), 'longer than it says': _wav_bytes(SAMPLES) + b'\0' * 8,
+READ = {'plain': wav_bytes(SAMPLES), 'of libsndfile': encoded(), 'a chunk before': wav_file(NOTE, DATA),
+        'a chunk behind': wav_file(DATA, NOTE), 'longer than it says': wav_bytes(SAMPLES) + b'\0' * 8,
         'data inside a chunk': wav_file(chunk(b'JUNK', b'data\4\0\0\0noise!'), DATA),
-        'one sample': _wav_bytes(SAMPLES[:1])}
+        'one sample': wav_bytes(SAMPLES[:1])}
 REFUSED = {'24 bits': encoded(subtype='PCM_24'), 'float': encoded(subtype='FLOAT'),
            'AVI': chunk(b'RIFF', b'AVI '),
            'extensible': encoded(format='WAVEX'), 'stereo': wav_file(DATA, channels=2), 'empty': b'',
            'rate': wav_file(DATA, rate=44100), 'FLAC': encoded(format='FLAC'), 'RF64': encoded(format='RF64'),
-           'cut off': _wav_bytes(SAMPLES)[:-500], 'RIFX': wav_file(DATA, mark=b'RIFX'),
-           'no data': wav_file(NOTE), 'chunks': wav_file(NOTE, NOTE, DATA), 'none': _wav_bytes(SAMPLES[:0]),
+           'cut off': wav_bytes(SAMPLES)[:-500], 'RIFX': wav_file(DATA, mark=b'RIFX'),
+           'no data': wav_file(NOTE), 'chunks': wav_file(NOTE, NOTE, DATA), 'none': wav_bytes(SAMPLES[:0]),
            'a chunk beyond': wav_file(b'LIST' + struct.pack('<I', 2**32 - 16), DATA),
            'data too long': wav_file(chunk(b'data', SAMPLES.tobytes())[:-9]),
            'endless': _wav_header(22050) + SAMPLES.tobytes()}
@@ -188,7 +188,7 @@ def test_native_reading_gives_the_samples_that_libsndfile_gives_or_names_the_fil
         if kind in ('24 bits', 'float', 'AVI', 'stereo', 'rate', 'empty', 'FLAC'):   # by its header alone
             with pytest.raises(UserError, match=f'bä{words}'): check_native([path], 22050)
     assert not any('Py' in op.type for op in in_graph.get_concrete_function().graph.get_operations())
-    (tmp_path / 'bäd.wav').write_bytes(_wav_bytes(SAMPLES, 24000))
+    (tmp_path / 'bäd.wav').write_bytes(wav_bytes(SAMPLES, 24000))
     assert np.array_equal(decode_wav(path, 24000), SAMPLES)
 
 # --- mels -------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.cache import (
-    ARRAYS, Cache, InFiles, InMemory, _clip_limits, left_out_line, map_arrays, _read_manifest,
-    verify_cache, _within_limits, write_manifest, write_shard, write_table)
+    ARRAYS, Cache, InFiles, InMemory, _clip_limits, left_out_line, map_arrays, read_manifest,
+    verify_cache, within_limits, write_manifest, write_shard, write_table)
 from xtts_nb.data.corpora import read_audio, read_corpus
 from xtts_nb.data.native import BatchPlan, WavReader, batches_of, _reader_of
 from xtts_nb.data.prepare import ClipEncoder, mel_sample, encode_corpus
@@ -160,7 +160,7 @@ WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'),
 def test_a_record_that_was_written_wrong_is_found(copy, kind):
     "Bytes and checksums agree, the sense does not."
     changes, problem = WRONG[kind]
-    facts = _read_manifest(copy)
+    facts = read_manifest(copy)
     rows, ids = list(Cache(copy).clips)[:5], Cache(copy).tokenizer.size
     for line in facts['shards']: (copy / line['file']).unlink()
     if None in changes.get('text', ()): changes = {'text': [0, 1, ids]}
@@ -182,7 +182,7 @@ def test_limits_to_the_sample_and_the_token():
     limits = DataConfig(min_seconds=1., max_seconds=2.00001, max_text_tokens=8)   # 44100.2 samples
     assert [np.flatnonzero(out).tolist() for out in _clip_limits(cache, limits).values()] == [
         [0, 5], [3], [4, 5]]
-    assert np.flatnonzero(_within_limits(cache, limits)).tolist() == [1, 2]
+    assert np.flatnonzero(within_limits(cache, limits)).tolist() == [1, 2]
     assert left_out_line(cache, limits) == (
         'fake: 4 of 6 clips are left out: 2 shorter than data.min_seconds 1.0, '
         '1 longer than data.max_seconds 2.00001, 2 of more text tokens than data.max_text_tokens 8.')
@@ -194,7 +194,7 @@ def test_the_arrays_of_a_cache_are_in_memory_once_and_on_the_host(prepared, smal
     cache = Cache(prepared.folder)
     for plan in (BatchPlan(cache, small.data), BatchPlan(cache, small.data, np.arange(3))):
         assert _reader_of(plan) is _reader_of(plan)
-        for kind, held in _reader_of(plan).rows.flat.items():
+        for kind, held in _reader_of(plan).gather.flat.items():
             assert address(held()) == address(getattr(cache, kind)), kind
     for budget in (0., 1.):
         reader = _reader_of(BatchPlan(Cache(prepared.folder, ram_budget=budget), small.data))
@@ -226,7 +226,7 @@ def replaced(copy, corpus, small, tokenizer):
 def test_a_plan_goes_on_with_the_cache_that_it_was_made_of(copy, replaced, small):
     "In memory or from files, whose batches are the same."
     plans = [BatchPlan(Cache(copy, in_memory), small.data) for in_memory in (True, False)]
-    assert [type(_reader_of(plan).rows) for plan in plans] == [InMemory, InFiles]
+    assert [type(_reader_of(plan).gather) for plan in plans] == [InMemory, InFiles]
     batch = lambda plan, step: _reader_of(plan)(tf.constant(step, tf.int64))
     before = [batch(plans[0], step) for step in range(8)]
     sources = [iter(plan.stream(0, 8)) for plan in plans]

@@ -18,13 +18,13 @@ from process import Forked, server, tree
 from xtts_nb.config import UserError
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import decode_wav, load_audio, save_audio, synthetic_voice
-from xtts_nb.data.cache import Cache, _read_manifest, verify_cache, write_manifest
+from xtts_nb.data.cache import Cache, read_manifest, verify_cache, write_manifest
 from xtts_nb.data.corpora import read_corpus
 from xtts_nb.data.merge import merge_caches
 from xtts_nb.data.prepare import ClipEncoder, _choose_mode, encode_corpus, _run_jobs, _work_folder
 from xtts_nb.data.repair import verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
-from xtts_nb.files import _PART, read_json, write_json
+from xtts_nb.files import PART, read_json, write_json
 
 def convert(path, rate=22050, channels=1, subtype='PCM_16', **how):
     soundfile.write(path, np.stack([soundfile.read(path)[0]] * channels, 1), rate, subtype, **how)
@@ -115,7 +115,7 @@ def test_finished_shards_are_taken_over_if_they_fit(mine, small, tokenizer, tmp_
     with pytest.raises(KeyboardInterrupt):
         encode_corpus(mine, out, small, dvae, tokenizer, shard_clips=5, progress=stop)
     with pytest.raises(UserError, match='holds no cache; .*out.work keeps what an earlier run'): Cache(out)
-    (work / f'shard-00002.safetensors.0123abcd{_PART}').write_bytes(b'of a run that was killed')
+    (work / f'shard-00002.safetensors.0123abcd{PART}').write_bytes(b'of a run that was killed')
     shard = work / 'shard-00001.safetensors'
     if change == 'DVAE': dvae = Fake(gain=1.5)
     if change == 'recording': save_audio(mine / 'wavs' / 'low-0.wav', synthetic_voice(0.9))
@@ -170,7 +170,7 @@ def test_a_full_disk_costs_no_finished_shard(mine, small, tokenizer, tmp_path, w
     assert tree(tmp_path / 'out') == tree(tmp_path / 'fresh') and not (tmp_path / 'out.work').exists()
 
 @pytest.mark.parametrize('there, ours', [
-    (['lock'], True), (['lock', 'plan.json'], True), ([f'plan.json.0123abcd{_PART}'], True),
+    (['lock'], True), (['lock', 'plan.json'], True), ([f'plan.json.0123abcd{PART}'], True),
     (['config.yaml'], False), (['plan.json', 'config.yaml'], True), (['x', 'plan.json'], False),
     (None, False), ('a plan of mine', False)])
 def test_a_work_folder_of_somebody_else_is_left_alone(tmp_path, there, ours):
@@ -505,11 +505,11 @@ def test_clips_that_were_left_out_and_recordings_of_its_own_are_found_again(mine
         assert verify_and_fix_cache(out, fix=True, load=load)['failed'] == 0, names
         assert tree(out) == whole, names
 
-MINE = 'thesis.txt', 'my-voice.wav', 'notes.part', 'index.safetensors.123.part', f'film.0123abcd{_PART}'
+MINE = 'thesis.txt', 'my-voice.wav', 'notes.part', 'index.safetensors.123.part', f'film.0123abcd{PART}'
 
 def test_leftovers_go_and_what_is_not_ours_stays(copy, straight, tmp_path):
     for name in ('index.safetensors', 'shard-00009.safetensors'):
-        (copy / f'{name}.0123abcd{_PART}').write_bytes(b'half')
+        (copy / f'{name}.0123abcd{PART}').write_bytes(b'half')
     (copy / 'shard-00009.safetensors').write_bytes(b'old')
     for name in MINE: (copy / name).write_text('mine')
     result = verify_and_fix_cache(copy, fix=True, load=load)
@@ -534,12 +534,12 @@ def own_sound(corpus, small, tokenizer, tmp_path_factory):
 
 def seal(folder, **facts):
     "Write the manifest again, as somebody does who wants it to be believed."
-    kept = {k: v for k, v in _read_manifest(folder).items() if k not in ('format', 'files')}
+    kept = {k: v for k, v in read_manifest(folder).items() if k not in ('format', 'files')}
     write_manifest(folder, kept | facts)
 
 def name_a_shard_outside(cache, outside):
     (cache / 'shard-00000.safetensors').rename(outside / 'shard.safetensors')
-    shards = _read_manifest(cache)['shards']
+    shards = read_manifest(cache)['shards']
     seal(cache, shards=[shards[0] | {'file': '../outside/shard.safetensors'}, *shards[1:]])
 
 def name_a_recording_outside(cache, outside):

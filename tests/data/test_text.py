@@ -12,7 +12,7 @@ from xtts_nb.config import UserError
 from xtts_nb.data.text import (
     _ABBREVIATIONS, _chinese_number, clean, clean_for, _clean_persian, fold_language, _hindi_words,
     _japanese_reader, _LANGUAGES, learn_merges, _number_words, plain_markdown, _RULES, _spell_chinese,
-    _spell_numbers, _SYMBOLS, _TEXT_STOP, Tokenizer, train_tokenizer)
+    _spell_numbers, _SYMBOLS, TEXT_STOP, Tokenizer, train_tokenizer)
 from xtts_nb.files import fingerprint
 
 TEXTS = ['The old dog sleeps.', 'The cold fog creeps, and the old dog sleeps.', 'Der alte Hund schläft.',
@@ -215,7 +215,7 @@ def test_decoding_gives_the_cleaned_text_and_the_tag(tokenizer):
             ids = tokenizer.encode(text, language)
             assert tokenizer.decode(ids) == f'[{language}]{clean(text)}'
             assert ids[:1] == tokenizer.encode('', language)
-            assert _TEXT_STOP not in ids and tokenizer.start not in ids and max(ids) < tokenizer.size
+            assert TEXT_STOP not in ids and tokenizer.start not in ids and max(ids) < tokenizer.size
     assert tokenizer.languages == sorted(TAGS) and tokenizer.start == 3
     assert [tokenizer.bpe.id_to_token(i) for i in range(4)] == ['[STOP]', '[UNK]', '[SPACE]', '[START]']
     assert len(tokenizer.encode('the old dog', 'en')) < 1 + len('the old dog') - 2   # merges shorten
@@ -259,7 +259,7 @@ def test_a_mark_written_in_a_text_is_unknown(tokenizer):
     "It is refused before it could act as a mark; capitals never do."
     for text in ('[STOP]', '[START] the', 'the[UNK]', '[SPACE]', '[en] the', 'the [de]'):
         assert {'[', ']'} <= set(tokenizer.unknown(text))
-        assert not {_TEXT_STOP, tokenizer.start} & set(tokenizer.encode(text, 'en'))
+        assert not {TEXT_STOP, tokenizer.start} & set(tokenizer.encode(text, 'en'))
 
 CHILD = '''
 import hashlib, sys

@@ -12,11 +12,11 @@ from xtts_nb.data.audio import load_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
 from xtts_nb.speech import evaluate as page, fixed_sentences
 from xtts_nb.speech.evaluate import (
-    _choose_trials, evaluate, _read_clips, score_sounds, source_sounds, _Trial)
+    _choose_trials, evaluate, _read_clips, score_sounds, source_sounds, Trial)
 from xtts_nb.speech.model_card import model_card
 from xtts_nb.speech.score_page import evaluation_report
 from xtts_nb.speech.scores import (
-    end_judge, judged, _MAIN_SOURCES, _RATE, scores_text, Sound, _SOUND_SOURCES, speaker_judge,
+    end_judge, judged, _MAIN_SOURCES, _RATE, scores_text, Sound, SOUND_SOURCES, speaker_judge,
     spread, Wanted, warping_judge, _word_errors, words_judge)
 
 def voice(seconds=0.5, pitch=120.): return Sound(synthetic_voice(seconds, pitch, _RATE), _RATE)
@@ -115,7 +115,7 @@ def test_trials_are_held_out_and_their_references_are_not():
     unseen = [c.id for c in CLIPS if c.speaker == 'y']   # a voice that was never seen
     assert all(t.reference.speaker == 'y' and t.reference.text != t.clip.text
                for t in _choose_trials(CLIPS, unseen, 9))
-    assert _choose_trials(CLIPS[:1]) == [_Trial(CLIPS[0], CLIPS[0], None, None)]
+    assert _choose_trials(CLIPS[:1]) == [Trial(CLIPS[0], CLIPS[0], None, None)]
 
 @pytest.fixture(scope='module')
 def evaluation(xtts, prepared):
@@ -128,7 +128,7 @@ def test_every_source_of_every_clip_is_scored(evaluation, prepared, corpus):
                                 'held_out': True}
     mel, duration, cer, wer, speaker = evaluation.scores
     assert mel['recording']['median'] < 0.05 < mel['copy']['median'] and duration['recording']['median'] == 1
-    assert [mel[name]['clips'] for name in _SOUND_SOURCES] == [3] * 6
+    assert [mel[name]['clips'] for name in SOUND_SOURCES] == [3] * 6
     for row, word in ((cer, 'Whisper'), (wer, 'Whisper'), (speaker, 'speaker encoder')):
         assert not row['offered'] and word in row['fault'] and 'recording' not in row
     assert json.loads(json.dumps(evaluation.to_dict()))['offered'] == evaluation.offered

@@ -14,18 +14,18 @@ from xtts_nb.speech import generate as synthesis
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.guard import (
-    GuardedSpeaker, Rate, _code_likelihoods, _code_rates, inspect_codes, run_rates)
+    GuardedSpeaker, _Rate, _code_likelihoods, _code_rates, _inspect_codes, run_rates)
 
 DEMO = json.loads((Path(__file__).parents[1] / 'stored' / 'codes.json').read_text(encoding='utf-8'))
-CLIPS = [(np.array(clip['codes']), clip['tokens'], clip['text'], Rate(*DEMO['rates'][clip['language']]))
+CLIPS = [(np.array(clip['codes']), clip['tokens'], clip['text'], _Rate(*DEMO['rates'][clip['language']]))
          for clip in DEMO['clips']]
 VOICE, LIMIT = synthetic_voice(1.), 256
 
 @pytest.mark.parametrize('clip', CLIPS, ids=[clip[2] for clip in CLIPS])
 def test_a_clean_clip_passes(clip):
     codes, tokens, text, rate = clip
-    assert inspect_codes(codes, tokens, text, LIMIT, rate) == \
-        inspect_codes(codes, tokens, text, LIMIT) == (len(codes), [])
+    assert _inspect_codes(codes, tokens, text, LIMIT, rate) == \
+        _inspect_codes(codes, tokens, text, LIMIT) == (len(codes), [])
 
 SPOKEN, TOKENS, TEXT, RATE = CLIPS[0]   # 35 codes, 19 tokens
 CODES = SPOKEN.tolist()
@@ -47,14 +47,14 @@ MANY = (np.arange(120) * 7 % 251).tolist()
     (MANY[:39], 8, LIMIT, 39, [{'found': 'noise after a short text', 'codes': 39, 'expected': 38}]),
     ([], TOKENS, LIMIT, 0, [{'found': 'too few codes', 'codes': 0, 'expected': 20}])])
 def test_each_fault_is_named(codes, tokens, limit, kept, found):
-    assert inspect_codes(np.array(codes, np.int32), tokens, TEXT, limit, RATE) == (kept, found)
+    assert _inspect_codes(np.array(codes, np.int32), tokens, TEXT, limit, RATE) == (kept, found)
 
 def test_rates_of_a_cache(prepared, tmp_path):
     ratio = prepared.codes_length / prepared.text_length
     low, high = np.quantile(ratio, [.01, .99])
     longest = int(prepared.text_length.max())
     assert _code_rates(prepared.folder,
-                       14) == {'en': Rate(round(.7 * low, 3), round(1.4 * high, 3), longest)}
+                       14) == {'en': _Rate(round(.7 * low, 3), round(1.4 * high, 3), longest)}
     assert _code_rates(prepared.folder) == {}   # 14 clips are too few
     assert run_rates(tmp_path) == {}
     for cache, rates in ((prepared.folder, _code_rates(prepared.folder, 14)), (tmp_path / 'gone', {})):
@@ -103,7 +103,7 @@ GOOD, FEW, WORSE = MANY[:40], MANY[:9], [*MANY[:9], *MANY[:9]]
 
 @pytest.fixture(scope='module')
 def guarded(xtts):
-    speaker = GuardedSpeaker(xtts, rates={'en': Rate(1.5, 4.)})
+    speaker = GuardedSpeaker(xtts, rates={'en': _Rate(1.5, 4.)})
     assert len(speaker._ids(LONG, 'en')) == 14 and len(speaker._ids(LONG + ' h', 'en')) == 16
     return speaker
 
@@ -129,7 +129,7 @@ def test_a_faulty_row_is_spoken_again_in_every_row(guarded, forced):
 
 @pytest.mark.parametrize('retries', [0, 1, 2])
 def test_attempts_are_bounded_and_the_best_is_kept(xtts, forced, retries):
-    speaker = GuardedSpeaker(xtts, retries=retries, rates={'en': Rate(2., 4.)}, temperature=.5)
+    speaker = GuardedSpeaker(xtts, retries=retries, rates={'en': _Rate(2., 4.)}, temperature=.5)
     calls = forced([WORSE], [FEW], [FEW])
     length, states, _ = speak(speaker, 1)
     assert len(calls) == 1 + retries and all(call[0] is speaker for call in calls)
@@ -155,7 +155,7 @@ def unending(xtts, small, monkeypatch):
 def test_a_shorter_attempt_of_the_real_loop_is_kept_beside_a_longer_one(unending):
     "Nothing is lost where the attempts of the rows have room for different numbers of codes."
     voices = [Voice(tf.zeros((4, 64)), None)] * 2
-    speaker = GuardedSpeaker(unending, retries=3, rates={'en': Rate(0.7, 9.)}, top_p=1.)
+    speaker = GuardedSpeaker(unending, retries=3, rates={'en': _Rate(0.7, 9.)}, top_p=1.)
     made = speaker._codes(['aa', LONG], ['en'] * 2, voices, speaker.sampling)
     codes, length, states = (x.numpy() for x in made)
     assert codes.shape == states.shape[:2] and length[0] == 2 and length[1] >= 9

@@ -9,7 +9,7 @@ from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.data.sentences import sentences, separable
 from xtts_nb.data.text import _LANGUAGES
 from xtts_nb.speech.generate import Speaker
-from xtts_nb.speech.guard import Rate
+from xtts_nb.speech.guard import _Rate
 from xtts_nb.speech.long import (
     _MAX_CHARACTERS, _TextPiece, _language_runs, speak_long, _split_text, _text_pieces)
 
@@ -120,7 +120,7 @@ def test_a_piece_has_room_for_its_codes(recorder):
     count = lambda: max(_text_pieces(recorder, text, 'en')[1])
     assert 30 < count() <= 40
     for most, longest, tokens in ((1.4 * 3, None, 20), (1.4 * 30, None, 16), (1., 22, 22), (1., 3, 16)):
-        recorder.rates = {'en': Rate(1., most, longest)}
+        recorder.rates = {'en': _Rate(1., most, longest)}
         assert tokens / 2 < count() <= tokens
 
 def test_a_mark_that_is_not_said_still_divides(recorder):

@@ -263,7 +263,7 @@ def test_a_guarded_text_is_inspected_first(engine, speaker, voices, monkeypatch,
         found.append(codes)
         if len(found) < attempts: return len(codes), [{'found': 'no end'}] * (3 - len(found))
         return len(codes) - 4, [{'found': 'trailing repetition', 'done': 'trimmed'}]
-    monkeypatch.setattr(streaming, 'inspect_codes', inspect)
+    monkeypatch.setattr(streaming, '_inspect_codes', inspect)
     sampling = seeded(speaker, 2)._replace(temperature=0.)
     request = engine.submit(TEXTS[2], 'en', voices[0], sampling, retries=retries)
     sounds = list(request)

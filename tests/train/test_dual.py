@@ -17,7 +17,7 @@ from xtts_nb.config import UserError
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan, _CodeReader, _reader_of
 from xtts_nb.data.prepare import encode_corpus
-from xtts_nb.devices import _DevicePlan
+from xtts_nb.devices import DevicePlan
 from xtts_nb.models.dvae import load_dvae
 from xtts_nb.train import dual as page
 from xtts_nb.train.distributed import Share, _code_feed
@@ -27,7 +27,7 @@ from xtts_nb.train.dual import (
 from xtts_nb.train.profile import device_placement, placement_summary
 from xtts_nb.train.runs import new_run
 
-ONE = _DevicePlan({}, 'CPU:0', 'CPU:0')
+ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
 
 @pytest.fixture
 def nobody_stays():
@@ -190,7 +190,7 @@ def test_a_batch_is_copied_by_one_program(runtime, mini, batch):
     finally: op_callbacks.remove_op_callback(note)
     assert len(ran) == 1 and 'all_to_model' in ran[0]
     assert copied.keys() == batch.keys() and all(np.array_equal(copied[k], batch[k]) for k in batch)
-    feed.devices = _DevicePlan({}, 'GPU:0', 'GPU:1')
+    feed.devices = DevicePlan({}, 'GPU:0', 'GPU:1')
     assert feed.where == {'host': 'CPU:0', 'data': 'GPU:0', 'copy': 'GPU:1', 'model': 'GPU:1'}
 
 def test_no_batch_waits_on_the_gpu_where_the_settings_say_so(runtime, mini):

@@ -25,7 +25,7 @@ from xtts_nb.files import named_weights, read_tensors, save_weights, write_tenso
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
-from xtts_nb.models.xtts import _POLICIES, XTTS
+from xtts_nb.models.xtts import POLICIES, XTTS
 from xtts_nb.records import recorded
 from xtts_nb.sampler import GPU
 from xtts_nb.train import memory
@@ -131,7 +131,7 @@ def rows(plain) -> dict: return random_batch(plain, 12, 20)
 def made(config, kind, **changes) -> Update:
     config = config.replace(training={'gpt': {'finetune': kind, 'learning_rate': 1e-2}}).replace(**changes)
     keras.utils.set_random_seed(0)
-    gpt = GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision])
+    gpt = GPT(config, 5, dtype=POLICIES[config.training.gpt.precision])
     update = make_update(gpt, config.training.gpt, RUNS)
     if kind == 'lora':   # as after some training: a zero hides half of the gradients
         for v in update.weights: v.assign(v.value + 0.02 * keras.random.normal(v.shape, seed=1))
@@ -375,7 +375,7 @@ def card(monkeypatch):
     def cards():
         if isinstance(state.cards, UserError): raise state.cards
         return state.cards
-    monkeypatch.setattr(memory, '_visible_cards', cards)
+    monkeypatch.setattr(memory, 'visible_cards', cards)
     return state
 
 def test_free_memory_of_a_card(card):

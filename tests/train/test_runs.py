@@ -20,7 +20,7 @@ from xtts_nb.data import native as data
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.data.prepare import encode_corpus
-from xtts_nb.files import append_line, _PART, read_tensors
+from xtts_nb.files import append_line, PART, read_tensors
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.speech.listen import Listener
 from xtts_nb.train import runs
@@ -57,7 +57,7 @@ def test_what_does_not_go_together_is_refused(prepared, eager, wanted, said):
 def test_a_run_that_another_process_trains_is_not_touched(cheap, prepared, eager, tmp_path):
     run = tmp_path / 'run'
     trainer = new_run(prepared, eager.replace(training={'gpt': {'steps': 1}}), run)
-    half = run / f'half{_PART}'
+    half = run / f'half{PART}'
     half.write_text('of the other process')
     append_line(run / 'metrics.jsonl', '{"step": 7}')
     with open(run / 'lock', 'ab') as other:
@@ -154,7 +154,7 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, t
     pytest.raises(UserError, _base_config, None, lora).match('finetune lora needs a model to begin from')
 
 @pytest.mark.parametrize('inside, found', [
-    (None, {}), (['plan'], {}), (['lock', 'mels.npy', 'config.yaml', f'plan.0123abcd{_PART}'], {}),
+    (None, {}), (['plan'], {}), (['lock', 'mels.npy', 'config.yaml', f'plan.0123abcd{PART}'], {}),
     (['config.yaml'], UserError), (['plan.7.part'], UserError), (['plan', 'lock', 'thesis'], UserError),
     ({'key': 1}, {'key': 1}), ({'part': 'gpt'}, {'part': 'gpt'}), ({'part': 'decoder'}, UserError),
     ({'run_id': 'of another program'}, UserError)])

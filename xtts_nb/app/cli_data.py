@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from .terminal import (
-    argument, command, _EXISTS, _FOLDER, _load_settings, option, progress, _Settings, start,
+    argument, command, EXISTS, FOLDER, load_settings, option, progress, Settings, start,
     table, to_stderr, Whisper)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
@@ -49,15 +49,15 @@ def _are_clips(source: Path) -> bool:
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
 def _corpus(
     source: argument(Path, 'A recording, a folder of recordings (or a folder for each speaker), or clips '
-                           'with a table, which are checked.', **_EXISTS),
+                           'with a table, which are checked.', **EXISTS),
     out: option(Path, 'Folder of the corpus; it must be new or empty.'),
     text: option(Path | None, 'Text of the recordings: paragraphs, a book (.epub) or subtitles (.srt, .vtt, '
                               '.ass); default: a file of the same name next to each recording.',
-                 **_EXISTS) = None,
+                 **EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
     fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.',
-                **_EXISTS) = None,
+                **EXISTS) = None,
     transcribe: Whisper = None,
 ):
     "Cut recordings into clips of 2 to 11 s with their texts, or check clips against their texts."
@@ -81,12 +81,12 @@ def _corpus(
 # %% ../../nbs/app/cli_data.ipynb #244de7ef
 @_data('prepare', example='recordings --out cache/mine')
 def _prepare(
-    corpus: argument(Path, 'Folder of a corpus, or its metadata file.', **_EXISTS),
+    corpus: argument(Path, 'Folder of a corpus, or its metadata file.', **EXISTS),
     out: option(Path, 'Folder of the cache; what still fits of an older cache there is kept.'),
     dvae: option(Path | None, 'Run or cache whose DVAE and tokenizer to use; default: train both.',
-                 **_FOLDER) = None,
+                 **FOLDER) = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --dvae, else tiny.') = None,
-    config: _Settings = None,
+    config: Settings = None,
     language: option(str, 'Language of rows without one.') = 'en',
     layout: option(
         str | None,
@@ -98,7 +98,7 @@ def _prepare(
     from xtts_nb.config import UserError
     if dvae and preset:
         raise UserError(f'prepare: the sizes come from --dvae {dvae}; leave out --preset {preset}.')
-    settings, part = _load_settings(preset or 'tiny', config, dvae), _part(shard)
+    settings, part = load_settings(preset or 'tiny', config, dvae), _part(shard)
     start()
     from xtts_nb.data.corpora import report_text
     from xtts_nb.train.caches import prepare
@@ -123,7 +123,7 @@ def _part(shard: str) -> tuple[int, int]:
 # %% ../../nbs/app/cli_data.ipynb #08a825e1
 @_data('merge', example='part1 part2 --out cache/mine')
 def _merge(
-    parts: argument(list[Path], 'Folders made by prepare --shard.', **_FOLDER),
+    parts: argument(list[Path], 'Folders made by prepare --shard.', **FOLDER),
     out: option(Path, 'Folder of the cache; an older cache there is replaced.'),
 ):
     "Join the parts made by `prepare --shard`; encodes a sample of each again, and reports differences."
@@ -137,9 +137,9 @@ def _merge(
 
 @_data('verify', example='cache/mine --fix')
 def _verify(
-    cache: argument(Path, 'Folder of a cache.', **_FOLDER),
+    cache: argument(Path, 'Folder of a cache.', **FOLDER),
     fix: option(bool, 'Make damaged files again from the corpus.', '--fix') = False,
-    source: option(Path | None, 'The corpus, if it was moved.', **_EXISTS) = None,
+    source: option(Path | None, 'The corpus, if it was moved.', **EXISTS) = None,
 ):
     "Check every byte of a cache; exit code 1 if a fault was found and not repaired."
     start()

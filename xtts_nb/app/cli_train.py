@@ -13,22 +13,22 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _load_settings, _MODEL, option,
-    _Preset, progress, _Settings, start, table, to_stderr, Whisper, _with_file)
+    app, argument, command, convert_app, EXISTS, FOLDER, given, load_settings, MODEL, option,
+    Preset, progress, Settings, start, table, to_stderr, Whisper, with_file)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
 _training = partial(command, panel='Train')
 _find_app = typer.Typer(no_args_is_help=True, help='Find a batch size or learning rate by trying values.')
 app.add_typer(_find_app, name='find', rich_help_panel='Train')
 
-_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model', **_MODEL)
+_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model', **MODEL)
 _Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
 _AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache has it.')
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
 _Steps = option(int | None, 'Total number of updates.', min=1)
 _HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
 _Older = option(Path | None, 'Cache or corpus of older clips that the model knows, to train on some of them '
-                             'too.', '--mix', **_EXISTS)
+                             'too.', '--mix', **EXISTS)
 _OlderShare = option(float | None, 'Share of the updates that read these; default: 0.2.', min=0, max=0.9)
 _GPUPreset = option(str | None, 'Batch, precision and workers for a GPU: 4090, 3090, 3060, A100, '
                                  'H200.')
@@ -48,16 +48,16 @@ _DEVICES = 'data_gpu model_gpu enable_memory_isolation data_gpu_memory model_gpu
 @_training('tune', example='reading.mp3 --text reading.txt --out voice', groups={
     'Corpus': 'text language transcribe', 'Training': 'model finetune preset config mix steps'})
 def _tune(
-    source: argument(Path, 'A recording, a folder of recordings, or a corpus.', **_EXISTS),
+    source: argument(Path, 'A recording, a folder of recordings, or a corpus.', **EXISTS),
     out: option(Path, 'Folder for all results; the same command continues there.'),
     text: option(Path | None, 'Text of the recordings; default: a file of the same name next to each.',
-                 **_EXISTS) = None,
+                 **EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
     model: _StartModel = None,
     finetune: _Kind = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --model, else tiny.') = None,
-    config: _Settings = None,
+    config: Settings = None,
     mix: _Older = None,
     steps: _Steps = None,
     skip: option(list[str] | None, 'Stage to leave out: corpus, if SOURCE is one, or evaluate.') = None,
@@ -122,9 +122,9 @@ def _resumes(trainer) -> str:
 
 def _forgotten(trainer) -> dict[str, float]:
     "The loss of older clips before the training and now, None for no number; empty if it is not known."
-    from xtts_nb.files import _read_json_lines
+    from xtts_nb.files import read_json_lines
     if trainer.old_validation is None: return {}
-    log = _read_json_lines(trainer.run / 'metrics.jsonl')
+    log = read_json_lines(trainer.run / 'metrics.jsonl')
     losses = {line['step']: line['val_old_loss'] for line in log if 'val_old_loss' in line}
     if 0 not in losses or trainer.step not in losses: return {}
     number = lambda loss: loss if math.isfinite(loss) else None
@@ -158,13 +158,13 @@ def _note(line: dict) -> str:
     'Devices': _DEVICES})
 def _train(
     ctx: typer.Context,
-    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.', **_EXISTS) = None,
+    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.', **EXISTS) = None,
     run: _RunFolder = None,
     model: _StartModel = None,
     finetune: _Kind = None,
     fit_memory: option(bool, 'First find out how many rows fit at once.', '--fit-memory') = False,
     preset: _AsMade = None,
-    config: _Settings = None,
+    config: Settings = None,
     gpu_preset: _GPUPreset = None,
     optimization_level: option(str | None, 'basic: graph, float32, constant rate; enhanced: XLA where it '
                                            'pays, cosine rate; experimental: also bfloat16 and a moving '
@@ -178,7 +178,7 @@ def _train(
     data_gpu_memory: _DataMemory = None,
     model_gpu_memory: _ModelMemory = None,
     buffer_size: _Buffer = None,
-    val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.', **_EXISTS) = None,
+    val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.', **EXISTS) = None,
     mix: _Older = None,
     mix_share: _OlderShare = None,
     batch_size: option(int | None, 'Clips of an update.', min=1) = None,
@@ -221,10 +221,10 @@ def _wanted(options: dict) -> dict:
 @_training('train-dvae', example='recordings --run runs/dvae')
 def _train_dvae(
     corpus: argument(Path | None, 'Folder of a corpus, or its metadata file; not needed to resume.',
-                     **_EXISTS) = None,
+                     **EXISTS) = None,
     run: _RunFolder = None,
     preset: option(str | None, 'tiny or xtts_v2; default: tiny, or the settings of the run.') = None,
-    config: _Settings = None,
+    config: Settings = None,
     steps: _Steps = None,
     val: option(float, 'Share of the audio to hold out and validate on.', min=0, max=0.9) = 0.,
 ):
@@ -236,7 +236,7 @@ def _train_dvae(
     from xtts_nb.data.corpora import check_dropped, read_corpus
     from xtts_nb.data.prepare import mel_sample
     from xtts_nb.train.parts import new_dvae_run
-    settings = _load_settings(preset or 'tiny', config, run if known and not preset else None)
+    settings = load_settings(preset or 'tiny', config, run if known and not preset else None)
     with progress() as tell:
         def mels():
             clips, dropped = read_corpus(corpus)
@@ -250,14 +250,14 @@ def _train_dvae(
 # %% ../../nbs/app/cli_train.ipynb #67c31047
 @_training('train-decoder', example='--model runs/mine --run runs/decoder')
 def _train_decoder(
-    model: option(Path | None, 'Folder of a trained model; not needed to resume.', **_MODEL) = None,
+    model: option(Path | None, 'Folder of a trained model; not needed to resume.', **MODEL) = None,
     data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.',
-                 **_FOLDER) = None,
+                 **FOLDER) = None,
     run: _RunFolder = None,
-    config: _Settings = None,
+    config: Settings = None,
     steps: _Steps = None,
     val: _HeldOut = 0.,
-    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.', **_EXISTS) = None,
+    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.', **EXISTS) = None,
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
     start()
@@ -281,7 +281,7 @@ def _decoder_settings(folder: Path, config: Path | None, known: bool):
     from xtts_nb.config import XTTSConfig
     from xtts_nb.settings import check_used, flat
     initial = XTTSConfig.load(folder / 'config.yaml')
-    settings, fixed = _with_file(initial, config), initial.model_dump(include={'model'})
+    settings, fixed = with_file(initial, config), initial.model_dump(include={'model'})
     sizes = () if known else ('model.speaker.', 'model.decoder.')
     always = {key: value for key, value in flat(fixed).items() if not key.startswith(sizes)}
     check_used(initial, settings, always, 'only the decoder of the model is trained; leave it out')
@@ -296,11 +296,11 @@ def _check_cache(cache, data: Path):
 
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
-    data: option(Path, 'Cache to train on.', **_EXISTS),
+    data: option(Path, 'Cache to train on.', **EXISTS),
     model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
-    config: _Settings = None,
+    config: Settings = None,
     memory: option(float | None, 'GB to use; default: nine tenths of the free memory.', min=0.1) = None,
 ):
     "Find how many rows fit into memory at once: tries updates of the largest bucket in child processes."
@@ -319,11 +319,11 @@ def _find_batch_size(
 # %% ../../nbs/app/cli_train.ipynb #53bc1d5f
 @command('learning-rate', group=_find_app, example='--data cache/mine')
 def _find_learning_rate(
-    data: option(Path, 'Cache to train on.', **_EXISTS),
+    data: option(Path, 'Cache to train on.', **EXISTS),
     model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
-    config: _Settings = None,
+    config: Settings = None,
     low: option(float, 'First learning rate.') = 1e-7,
     high: option(float, 'Highest learning rate to try; it stops earlier if the loss rises.') = 1.,
     steps: option(int, 'Most updates to run.', min=10) = 80,
@@ -359,7 +359,7 @@ app.add_typer(_config_app, name='config', rich_help_panel='Train')
 @command('create', group=_config_app, example='config.yaml --gpu-preset 4090')
 def _config_create(
     out: argument(Path, 'File to write.') = Path('config.yaml'),
-    preset: _Preset = 'xtts_v2',
+    preset: Preset = 'xtts_v2',
     gpu_preset: _GPUPreset = None,
 ):
     "Write all settings with their defaults to a commented YAML file, for xtts-nb train --config."
@@ -398,10 +398,10 @@ def _config_show(ctx: typer.Context):
     return {'settings': rows}, '\n'.join(lines)
 
 # %% ../../nbs/app/cli_train.ipynb #bf9b4769
-@command('to-model', group=_convert_app, example='models/mine --model runs/mine')
+@command('to-model', group=convert_app, example='models/mine --model runs/mine')
 def _convert_to_model(
     out: argument(Path, 'A new folder for the model.'),
-    run: option(Path, 'Folder of a run.', '--model', **_MODEL),
+    run: option(Path, 'Folder of a run.', '--model', **MODEL),
     best: option(bool, 'Model of the best validation instead of the newest.', '--best') = False,
     bfloat16: option(bool, 'Store bfloat16, half the size.', '--bfloat16') = False,
 ):

@@ -22,7 +22,7 @@ from ..config import cores, setup_tf, UserError, XTTSConfig
 from ..devices import _tf_started
 from ..files import atomic_file, check_results
 from ..models.gpt import GPT
-from ..models.xtts import _POLICIES
+from ..models.xtts import POLICIES
 from ..train.step import choose_xla, compile_step, random_batch, Update
 
 # %% ../../nbs/app/configure.ipynb #d488304c
@@ -144,7 +144,7 @@ def _settings_in_use() -> dict:
     config = XTTSConfig.tiny(64).replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                                          data={'batch_size': 2, 'reference_frames': 32})
     config = config.replace(**nested(from_environment()))
-    gpt = GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision])
+    gpt = GPT(config, 5, dtype=POLICIES[config.training.gpt.precision])
     step = compile_step(Update(gpt, config.training.gpt), config.training.gpt)
     loss = float(step(random_batch(config, 12, 20), tf.constant(0))['loss'])
     chosen, why = choose_xla(config.training.gpt)

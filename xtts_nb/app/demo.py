@@ -29,10 +29,10 @@ from ..data.native import CacheReader
 from ..data.prepare import mel_sample, encode_corpus
 from ..files import (
     check_own, check_results, fingerprint, has_keys, locked, read_json, _real_place,
-    _without_part, write_json)
+    without_part, write_json)
 from ..models.dvae import load_dvae
 from ..sampler import best_probe, Sampler
-from ..speech.evaluate import score_sounds, source_sounds, _Trial
+from ..speech.evaluate import score_sounds, source_sounds, Trial
 from ..speech.scores import _MAIN_SOURCES, _QUICK_JUDGES
 from ..train.parts import train_dvae
 from ..train.runs import new_run
@@ -76,7 +76,7 @@ def _check_own_run(run: Path):
     steps = XTTSConfig.load(run / 'config.yaml').training.gpt.steps
     made = read_json(run / _MARK)['steps'] if has_keys(run / _MARK, 'steps') else None
     if made == steps and (last is None or _checkpoint_step(last) <= steps) or made is last is None:
-        return check_own(run, lambda name: _RUN.fullmatch(_without_part(name)), 'as a demo left it')
+        return check_own(run, lambda name: _RUN.fullmatch(without_part(name)), 'as a demo left it')
     raise UserError(f'{run}: is not as a demo left it, and would be removed; choose another folder with '
                     '--out, or remove it yourself.')
 
@@ -140,7 +140,7 @@ def _score_held_out(trained: _TrainedDemo, pairs: list[_Pair], corpus: Path, sta
     "The quick scores of `evaluate` for the held-out pairs, from the files that are spoken already."
     progress, xtts = stages.begin('score'), trained.trainer.xtts
     clip = lambda c: Clip(c.id, c.text, c.speaker, c.language, corpus / 'wavs' / f'{c.id}.wav')
-    trials = [_Trial(clip(p.target), clip(p.reference), None, None) for p in pairs if p.set == 'heldout']
+    trials = [Trial(clip(p.target), clip(p.reference), None, None) for p in pairs if p.set == 'heldout']
     rate = xtts.config.model.audio.sample_rate
     read = lambda files: [load_audio(f, rate) for p, f in zip(pairs, files) if p.set == 'heldout']
     spoken = {'model': read(trained.spoken), 'untrained': read(trained.untrained)}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config import UserError
-from ..data.audio import _wav_bytes
+from ..data.audio import wav_bytes
 from ..data.espeak import speak, VOICES
 from ..files import atomic_folder, read_json, write_json
 
@@ -71,7 +71,7 @@ def _write_corpus(folder: Path, clips: list[_Utterance], voices: dict, progress)
     (folder / 'wavs').mkdir()
     for done, c in enumerate(clips, 1):
         samples, rate = speak(c.text, c.language, voices[c.speaker])
-        (folder / 'wavs' / f'{c.id}.wav').write_bytes(_wav_bytes(samples, rate))
+        (folder / 'wavs' / f'{c.id}.wav').write_bytes(wav_bytes(samples, rate))
         progress(done, len(clips))
     if not np.array_equal(samples, speak(c.text, c.language, voices[c.speaker])[0]):
         raise UserError('espeak-ng is held in memory by other code; make the corpus in a process of its own.')

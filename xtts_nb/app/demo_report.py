@@ -13,7 +13,7 @@ from .charts import plot_before_after, plot_losses
 from .demo_pairs import _Pair
 from ..data.audio import load_audio
 from ..data.prepare import _mel_function
-from ..files import _read_json_lines
+from ..files import read_json_lines
 from ..monitor.live import _device_names, plot_samples
 from ..report import facts, heading, picture, player, plot_mels, write_report
 from ..sampler import Sampler
@@ -36,7 +36,7 @@ def _key_figures(result: dict) -> str:
 # %% ../../nbs/app/demo_report.ipynb #6d9ce7b0
 def _charts(result: dict, trainer: Trainer, sampler: Sampler) -> list[str]:
     "Both comparisons, the losses and the utilisation."
-    lines = _read_json_lines(trainer.run / 'metrics.jsonl')
+    lines = read_json_lines(trainer.run / 'metrics.jsonl')
     losses = {'audio codes': [l['code_loss'] for l in lines], 'text': [l['text_loss'] for l in lines]}
     data, step = result['data_before_after'], result['step_before_after']
     return [

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..config import UserError
 from ..files import (
-    atomic_folder, check_own, inside, is_work, read_json, _with_ending, _without_part, write_json)
+    atomic_folder, check_own, inside, is_work, read_json, _with_ending, without_part, write_json)
 
 # %% ../../nbs/app/download.ipynb #0824ccdb
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _is_of(source: _Source, name: str) -> bool:
     "Whether an unfinished download of a source has such a file: also those of pooch and the Hub's client."
     files = [f['file'] for f in source.files]
     folders = {str(p) for file in files for p in Path(file).parents}
-    return (name.removesuffix('.part') in files or name in folders or _without_part(name) == 'download.json'
+    return (name.removesuffix('.part') in files or name in folders or without_part(name) == 'download.json'
             or bool(re.fullmatch(r'tmp\w{8}|\.cache(/.*)?', name)))
 
 def _fill(source: _Source, out: Path, base: str | None):

@@ -19,8 +19,8 @@ from .check import checks_text, _no_gpu_reason, preflight_text, StepTrial
 from ..bench import _to_device, wait_for
 from ..config import cores
 from ..files import read_json
-from ..sampler import best_probe, Sampler, summarise, _visible_cards
-from ..records import cpu_name, _device_name
+from ..sampler import best_probe, Sampler, summarise, visible_cards
+from ..records import cpu_name, device_name
 
 # %% ../../nbs/app/machine.ipynb #4e904002
 _PACKAGES = 'tensorflow', 'keras', 'numpy', 'nvidia-ml-py', 'soundfile', 'jupyterlab', 'ipywidgets'
@@ -40,7 +40,7 @@ def machine() -> dict:   # {what: value}, as text
     if reason := _no_gpu_reason(): return facts | {'GPU': f'none ({reason})'}
     import pynvml as nv
     build = tf.sysconfig.get_build_info()
-    facts |= {f'GPU {card.index}': f'{card.name}, {gib(card.memory_total)}' for card in _visible_cards()}
+    facts |= {f'GPU {card.index}': f'{card.name}, {gib(card.memory_total)}' for card in visible_cards()}
     return facts | {'driver': nv.nvmlSystemGetDriverVersion(),
                     'CUDA of TensorFlow': build.get('cuda_version', 'none: this wheel is for the CPU')}
 
@@ -69,7 +69,7 @@ def before_after(
 # %% ../../nbs/app/machine.ipynb #4e904004
 def _own_records(folder: Path) -> list[str]:
     "A line for each record in a folder that was measured on this device and this kind of CPU."
-    ours = _device_name(), cpu_name()
+    ours = device_name(), cpu_name()
     records = ((path, read_json(path)) for path in sorted(Path(folder).glob('*.json')))
     return [f'{path.name}: {one["date"]}, {one.get("command", "")}' for path, one in records
             if (one.get('device'), one.get('cpu')) == ours]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from .charts import plot_losses
 from ..config import GPTTraining, read_settings, UserError
 from ..data.cache import file_sha
-from ..files import check_results, _check_writable, has_keys, read_json, _read_json_lines, write_json
+from ..files import check_results, _check_writable, has_keys, read_json, read_json_lines, write_json
 from ..report import facts, heading, picture, player, write_report
 from ..speech.score_page import scores_table
 from ..train.runs import run_facts
@@ -285,7 +285,7 @@ class _Outcome(NamedTuple):
 def _outcome(done: dict, out: Path) -> _Outcome:   # done: of `tune`
     result = {name: stage['result'] for name, stage in done.items()}
     run = _run(done, out)
-    log, judge = _read_json_lines(run / 'metrics.jsonl'), _judge(run / 'config.yaml')
+    log, judge = read_json_lines(run / 'metrics.jsonl'), _judge(run / 'config.yaml')
     kept = _kept(result['train'], log)
     more = _more(kept, result['train']['steps'], judge, '--model' in done['train']['words'])
     return _Outcome(_figures(result, kept), kept, log, judge, more)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['open_audio', 'audio_seconds', 'load_audio', 'resample', 'resample_batch', 'synthetic_voice', 'frame_count', 'log_mel',
-           'speaker_log_mel', 'log_mel_numpy', 'griffin_lim', 'save_audio', 'decode_wav', 'check_native']
+           'speaker_log_mel', 'log_mel_numpy', 'griffin_lim', 'wav_bytes', 'save_audio', 'decode_wav', 'check_native']
 
 # %% ../../nbs/data/audio.ipynb #53e92f72
 import os
@@ -595,7 +595,7 @@ def _pcm16(wav: np.ndarray) -> bytes:   # (N,) int16, or float in [-1, 1]
     return wav.astype('<i2').tobytes()
 
 # libsndfile would call Python to write into memory: Ctrl-C in such a call gets lost
-def _wav_bytes(
+def wav_bytes(
     wav: np.ndarray,               # (N,) int16, or float in [-1, 1]
     sample_rate: int = 22050,      # Hz
 ) -> bytes:

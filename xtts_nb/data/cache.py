@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ARRAYS', 'digest', 'record_check', 'write_shard', 'map_arrays', 'content_keys', 'write_table', 'file_sha',
-           'write_manifest', 'ClipRows', 'Cache', 'Column', 'InMemory', 'InFiles', 'left_out_line',
-           'cumulative_chances', 'records', 'verify_cache']
+           'write_manifest', 'read_manifest', 'check_is_cache', 'ClipRows', 'Cache', 'Column', 'InMemory', 'InFiles',
+           'within_limits', 'left_out_line', 'cumulative_chances', 'records', 'verify_cache']
 
 # %% ../../nbs/data/cache.ipynb #2e06cc97
 import hashlib
@@ -27,7 +27,7 @@ from ..config import DataConfig, UserError, XTTSConfig
 from .text import Tokenizer
 from ..files import (
     atomic_file, _check_free, check_own, fingerprint, has_keys, inside, _raise_file_limit, read_json,
-    _read_json_lines, _real_place, _with_ending, _without_part)
+    read_json_lines, _real_place, _with_ending, without_part)
 
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 _FORMAT = 2     # version of the cache format
@@ -159,7 +159,7 @@ def _work_path(folder: str | Path) -> Path:
     "The folder of finished shards until the cache in `folder` is complete."
     return _with_ending(_real_place(folder).absolute(), '.work')
 
-def _read_manifest(folder: str | Path) -> dict:
+def read_manifest(folder: str | Path) -> dict:
     "The manifest of a cache; raises `UserError` if it is missing, damaged, or names a file outside."
     path = Path(folder) / 'manifest.json'
     if not path.is_file():
@@ -183,9 +183,9 @@ _OWN = re.compile(r'shard-\d{5,}\.safetensors|audio(/\d{5,}-\d{5,}\.wav)?|report
 
 def _own_name(name: str) -> bool:
     "Whether a cache has a file of this name, or one was left half-written there."
-    return bool(_OWN.fullmatch(_without_part(name)))
+    return bool(_OWN.fullmatch(without_part(name)))
 
-def _check_is_cache(folder: str | Path):
+def check_is_cache(folder: str | Path):
     "Raise `UserError` unless a folder holds a cache and nothing else."
     keys = 'format', 'key', 'mode', 'keys', 'shards', 'files', 'sha'
     if not has_keys(Path(folder) / 'manifest.json', *keys):
@@ -195,7 +195,7 @@ def _check_is_cache(folder: str | Path):
 
 def _check_cache_folder(out: str | Path):
     "Raise `UserError` unless `out` is free, or holds nothing but a cache, which may be replaced."
-    try: _check_free(out, _check_is_cache)
+    try: _check_free(out, check_is_cache)
     except OSError as e: raise UserError(f'{out}: {e.strerror}; choose another folder.') from e
 
 def _changed_files(
@@ -236,7 +236,7 @@ class Cache:
         in_memory: bool | None = None,     # False: mapped, only the file sizes checked; default: if it fits
         ram_budget: float | None = None,   # GiB that it may fill; default: that of its settings
     ):
-        self.folder, self.manifest = Path(folder), _read_manifest(folder)
+        self.folder, self.manifest = Path(folder), read_manifest(folder)
         self._check_files(whole=bool(in_memory))
         self.config = XTTSConfig.load(self.folder / 'config.yaml')
         self.tokenizer = Tokenizer.load(self.folder / 'tokenizer.json')
@@ -447,7 +447,7 @@ def _clip_limits(
             f'of more text tokens than data.max_text_tokens {data.max_text_tokens}':
                 cache.text_length > data.max_text_tokens}
 
-def _within_limits(cache: Cache, data: DataConfig) -> np.ndarray:   # (clips,) bool
+def within_limits(cache: Cache, data: DataConfig) -> np.ndarray:   # (clips,) bool
     "The clips of a cache that the settings allow."
     return ~np.any(list(_clip_limits(cache, data).values()), 0)
 
@@ -455,7 +455,7 @@ def left_out_line(cache: Cache, data: DataConfig) -> str:
     "How many clips of a cache the settings leave out, and why; empty if none."
     counts = {reason: int(out.sum()) for reason, out in _clip_limits(cache, data).items()}
     reasons = ', '.join(f'{n} {reason}' for reason, n in counts.items() if n)
-    out = len(cache) - int(_within_limits(cache, data).sum())
+    out = len(cache) - int(within_limits(cache, data).sum())
     return f'{cache.folder}: {out} of {len(cache)} clips are left out: {reasons}.' if out else ''
 
 # %% ../../nbs/data/cache.ipynb #lim0e1f5
@@ -554,7 +554,7 @@ def verify_cache(
 ) -> tuple[int, list[dict]]:
     "The number of checked items, and each problem as `file`, `clip` ('' for the whole file), `problem`."
     folder, found = Path(folder), []
-    try: manifest = _read_manifest(folder)
+    try: manifest = read_manifest(folder)
     except UserError as e:
         if not (folder / 'manifest.json').is_file(): raise
         return 1, [{'file': 'manifest.json', 'clip': '',
@@ -582,7 +582,7 @@ def _rows(folder: Path, bad: dict, index: dict):
     "The lines of the table if it is intact, by the index or without."
     if 'clips.jsonl' in bad: return []
     if index: return ClipRows(folder / 'clips.jsonl', index['row'])
-    return _read_json_lines(folder / 'clips.jsonl')
+    return read_json_lines(folder / 'clips.jsonl')
 
 def _limits(folder: Path, bad: dict) -> dict[str, int]:
     "The numbers of codes and text ids, of the files that are intact."

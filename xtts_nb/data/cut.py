@@ -29,7 +29,7 @@ from .align import (
     _SoundFrames, speak_sentences, Speech, _SpokenSentence, speech_frames, spoken_sentence, STEP,
     _SUBTITLES,
     text_sentences, _TextFrames)
-from .audio import open_audio, _wav_bytes
+from .audio import open_audio, wav_bytes
 from .corpora import (
     _Beside, _check_language, Clip, _DAMAGED, read_corpus, read_lines, reason_kind, _SUFFIXES, _TEXTS)
 from .espeak import espeak_files
@@ -510,7 +510,7 @@ def _write_clips(folder: Path, path: Path, clips: list[dict]):
         if 'whole' in clips[0]: _link(path, folder / clips[0]['file'])
         else:
             for clip, wav, rate in _cut_out(path, clips):
-                (folder / clip['file']).write_bytes(_wav_bytes(wav, rate))
+                (folder / clip['file']).write_bytes(wav_bytes(wav, rate))
     except BaseException:
         for clip in clips: (folder / clip['file']).unlink(missing_ok=True)
         raise

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..config import UserError
 from .audio import load_audio
-from .cache import Cache, _check_cache_folder, _check_is_cache, file_sha
+from .cache import Cache, _check_cache_folder, check_is_cache, file_sha
 from .corpora import check_dropped
 from .prepare import _assemble, _cache_pieces, ClipEncoder, _FACTS, _source_digest
 from ..files import atomic_folder
@@ -39,7 +39,7 @@ def merge_caches(
     facts = {name: first[name] for name in _FACTS} | {'part': [1, 1]}
     check = lambda dropped: check_dropped(dropped, first['rows'], caches[0].config,
                                           first['source']['corpus'])
-    with atomic_folder(out, _check_is_cache) as folder:
+    with atomic_folder(out, check_is_cache) as folder:
         return _assemble(folder, caches[0].folder, pieces, facts, check)
 
 # %% ../../nbs/data/merge.ipynb #c41f7a20

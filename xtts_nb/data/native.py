@@ -19,7 +19,7 @@ from ..config import DataConfig, ModelConfig, UserError
 from .audio import check_native, decode_wav, log_mel
 from .cache import (
     ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, InFiles, InMemory,
-    left_out_line, _within_limits)
+    left_out_line, within_limits)
 from ..files import atomic_folder, check_own, fingerprint, read_json, write_json
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47
@@ -94,7 +94,7 @@ def _order_columns(
     "The columns of a plan: clips by bucket, clips by speaker, and the number of each."
     use = np.arange(len(cache), dtype=np.int32) if clips is None else np.asarray(clips, np.int32)
     if not len(use): raise UserError(f'{cache.folder}: no clips are left to train on; hold fewer out.')
-    use = use[_within_limits(cache, data)[use]]
+    use = use[within_limits(cache, data)[use]]
     if not len(use):
         raise UserError(f'{left_out_line(cache, data)} No clip to use is left; widen these limits.')
     codes, text = cache.codes_length[use], cache.text_length[use]

@@ -32,8 +32,8 @@ from fastcore.basics import patch
 from ..config import AudioConfig, cores, setup_tf, UserError, XTTSConfig
 from .audio import audio_seconds, decode_wav, frame_count, log_mel, save_audio
 from .cache import (
-    ARRAYS, Cache, _changed_files, _check_cache_folder, _check_is_cache, ClipRows, _COLUMN_TYPES,
-    content_keys, digest, file_sha, _FORMAT, _load_shard, map_arrays, _read_manifest, record_check,
+    ARRAYS, Cache, _changed_files, _check_cache_folder, check_is_cache, ClipRows, _COLUMN_TYPES,
+    content_keys, digest, file_sha, _FORMAT, _load_shard, map_arrays, read_manifest, record_check,
     _REPORT_PAGE, _work_path, write_manifest, write_shard, write_table)
 from .corpora import (
     check_dropped, Clip, Dropped, measure_clip, _MEASURED, read_audio, _read_rows, report_text,
@@ -42,8 +42,8 @@ from .pages import corpus_page
 from .text import clean, Tokenizer, train_tokenizer
 from ..devices import _hide_cards
 from ..files import (
-    atomic_file, atomic_folder, check_own, fingerprint, inside, is_work, _kept_work, locked, _PART,
-    read_json, remove_work, visible, _without_part, write_json)
+    atomic_file, atomic_folder, check_own, fingerprint, inside, is_work, _kept_work, locked, PART,
+    read_json, remove_work, visible, without_part, write_json)
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
 @lru_cache(8)   # a trace takes longer than a hundred clips
@@ -456,7 +456,7 @@ def _check_work(work: Path):
     if work.is_file(): raise UserError(f'{work}: holds something that is not {what}; choose another folder.')
     if not work.is_dir(): return
     ours = is_work(work, 'plan.json')
-    check_own(work, lambda name: ours and _WORK.fullmatch(_without_part(name)), what)
+    check_own(work, lambda name: ours and _WORK.fullmatch(without_part(name)), what)
 
 @contextmanager
 def _locked(out: Path):
@@ -476,7 +476,7 @@ def _work_folder(
     with _locked(out) as work:
         if left := unfinished(work):
             print(f'{work}: an earlier run left {left}; what still fits is taken over.', file=sys.stderr)
-        for part in filter(Path.is_file, work.rglob(f'*{_PART}')): part.unlink()   # of a killed run
+        for part in filter(Path.is_file, work.rglob(f'*{PART}')): part.unlink()   # of a killed run
         with _kept_work(work, 'plan.json', out.name, unfinished, _remove_work): yield work
 
 def _remove_work(work: Path):
@@ -604,7 +604,7 @@ def _older(out: Path, mode: str, clips: Sequence[Clip], work: Path) -> Path | No
     "The cache in `out` if it has the same mode; if its table or index is damaged, a cache of its shards."
     if not (out / 'manifest.json').is_file(): return None
     try:
-        manifest = _read_manifest(out)
+        manifest = read_manifest(out)
         if manifest['mode'] != mode: return None
         older, bad = out, _changed_files(out, manifest)
         if bad:
@@ -627,7 +627,7 @@ def _is_up_to_date(
 ) -> bool:
     "Whether all other files of the cache in `out` are whole and up to date."
     if plan.older != out: return False   # only some of its records could be used
-    manifest = _read_manifest(out)
+    manifest = read_manifest(out)
     same = all(manifest.get(name) == value for name, value in facts.items())
     return same and (out / _REPORT_PAGE).is_file() and all(
         manifest['files'][name]['sha'] == file_sha(plan.work / name) for name in _BESIDES)
@@ -748,7 +748,7 @@ def _encode_rows(
     known = made.pop('taken_over', 0) == len(rows.numbers) and _is_up_to_date(rows.out, plan, facts)
     result = {'mode': plan.mode, 'made': dict(made), 'up_to_date': known}
     if known: return read_json(rows.out / 'report.json') | result
-    with atomic_folder(rows.out, _check_is_cache) as folder:
+    with atomic_folder(rows.out, check_is_cache) as folder:
         report = _assemble(folder, rows.work, _pieces(rows.work, rows.numbers), facts, rows.check)
         if accept: accept(folder)
     return report | result

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..config import UserError, XTTSConfig
 from .cache import (
-    Cache, _check_is_cache, file_sha, _load_shard, _own_name, _read_manifest, verify_cache)
+    Cache, check_is_cache, file_sha, _load_shard, _own_name, read_manifest, verify_cache)
 from .corpora import read_corpus
 from .prepare import _encode_rows, _locked, open_corpus, _shard_ranges, _salvage
 from .text import clean, Tokenizer, train_tokenizer
@@ -47,14 +47,14 @@ def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
     "Remove leftovers, and make a damaged cache again in its place; the reason for each file that stays so."
     names, reasons = {p['file'] for p in problems}, {}
     bad = {p['file'] for p in problems if p['problem'] != 'belongs to nothing'}
-    try: manifest = _read_manifest(folder)
+    try: manifest = read_manifest(folder)
     except UserError as e: return dict.fromkeys(names, str(e))
     with _locked(folder):
         for name in names - bad:
             try: _remove(folder, name)
             except UserError as e: reasons[name] = str(e)
         if bad and bad <= _FOLLOWS:   # needs neither the corpus nor the DVAE
-            with atomic_folder(folder, _check_is_cache) as made:
+            with atomic_folder(folder, check_is_cache) as made:
                 _salvage(folder, manifest, made, folder)
     if bad <= _FOLLOWS: return reasons
     try: _prepare_again(folder, manifest, bad, source, load)

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from keras import ops
 
 from ..config import XTTSConfig
-from ..data.text import _TEXT_STOP
+from ..data.text import TEXT_STOP
 
 # %% ../../nbs/models/gpt.ipynb #a9f4e08c
 def _fold_seed(
@@ -346,7 +346,7 @@ def hidden(self: GPT, x, mask, keys):   # (3 x layers, 1), of `_dropout_keys`
 @patch
 def states(self: GPT, text, text_length, codes, code_length, prompt, seed=None):
     "Ids (B, T), codes (B, S), prompt (B, P, D) -> hidden states (B, T + 2, D) and (B, S + 2, D)."
-    text_in, _, _ = shifted(text, text_length, self.text_start, _TEXT_STOP)
+    text_in, _, _ = shifted(text, text_length, self.text_start, TEXT_STOP)
     code_in, _, _ = shifted(codes, code_length, self.code_start, self.code_stop, self.code_stops)
     code_in = _noisy_codes(code_in, self.cfg.code_noise, self.code_start, _fold_seed(seed, 1001))
     x = ops.concatenate([prompt, self.embed_text(text_in), self.embed_codes(code_in)], 1)

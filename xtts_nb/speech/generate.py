@@ -22,7 +22,7 @@ from keras import ops
 from ..config import AudioConfig, SpeechConfig, UserError
 from ..data.audio import griffin_lim, log_mel, open_audio, _read_samples, resample, speaker_log_mel
 from ..data.corpora import _SILENT
-from ..data.text import NothingToSay, pad_ids, _TEXT_STOP
+from ..data.text import NothingToSay, pad_ids, TEXT_STOP
 from ..files import check_recording
 from ..models.gpt import block_pass, causal_mask, GPT, Int8GPT, shifted, TransformerBlock
 from ..models.hifigan import _in_precision, stretch
@@ -192,7 +192,7 @@ def begin_rows(
     sampling: 'Sampling',   # of tensors (B,)
 ) -> dict:                  # the state of the loop, without room for a code
     "Pass voice, text and START of each row."
-    text_in = shifted(text, text_length, gpt.text_start, _TEXT_STOP)[0]
+    text_in = shifted(text, text_length, gpt.text_start, TEXT_STOP)[0]
     (B, T), P = text_in.shape, prompt.shape[1]
     x = ops.concatenate([ops.cast(prompt, gpt.compute_dtype), gpt.embed_text(text_in),
                          gpt.embed_codes(tf.fill([B, 1], gpt.code_start))], 1)

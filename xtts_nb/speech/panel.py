@@ -19,8 +19,8 @@ from matplotlib.font_manager import findfont, FontProperties, get_font
 
 from ..bench import png_bytes, trace_count
 from ..config import UserError
-from ..data.audio import log_mel, resample, _wav_bytes
-from ..data.text import _TEXT_STOP
+from ..data.audio import log_mel, resample, wav_bytes
+from ..data.text import TEXT_STOP
 from ..models.gpt import causal_mask, GPT, _split_heads
 from ..models.xtts import XTTS
 from .generate import Sampling, Speaker
@@ -40,7 +40,7 @@ def _attention_pass(
     part = lambda values: tf.constant([values], tf.int32)
     before = [gpt.code_start, *codes][:len(codes)]   # the input at the place that gives the code
     x = ops.concatenate([ops.cast(prompt, gpt.compute_dtype)[None],
-                         gpt.embed_text(part([gpt.text_start, *ids, _TEXT_STOP])),
+                         gpt.embed_text(part([gpt.text_start, *ids, TEXT_STOP])),
                          gpt.embed_codes(part(before))], 1)
     mask, weights = causal_mask(x.shape[1], x.shape[1]), []
     for block in gpt.blocks:
@@ -172,7 +172,7 @@ def speech_panel(
             before = compiled()
             spoken = _speak(rows, c.text.value, c.language.value, voice, sampling, speed)
             c.picture.value = png_bytes(_picture(speaker, spoken, voice, speed))
-            c.player.value = _wav_bytes(spoken.wav, speaker.sample_rate)
+            c.player.value = wav_bytes(spoken.wav, speaker.sample_rate)
             result.layout.display = None
             line = (f'{len(spoken.wav) / speaker.sample_rate:.2f} s at {speaker.sample_rate} Hz, '
                     f'{speaker.vocoder}; functions compiled: {compiled() - before}')

@@ -30,7 +30,7 @@ from ..models.gpt import GPT
 from xtts_nb.speech.generate import (
     advance_rows, begin_rows, _empty_cache, faded, _fresh_rows, longer_ring, piece_seeds, Sampling, Speaker,
     Voice)
-from .guard import inspect_codes, Rate, _retry_sampling, _settled, _unsolved
+from .guard import _inspect_codes, _Rate, _retry_sampling, _settled, _unsolved
 from .long import speak_long, _spoken_pieces
 
 # %% ../../nbs/speech/stream.ipynb #57e00006
@@ -501,8 +501,8 @@ def _attempt(self: _GuardedRequest) -> tuple | None:   # codes, states, number t
     made = [make.args[:2] for make in self.request.parts()]
     if self.cancelled or not made: return None
     codes, states = map(np.concatenate, zip(*made))
-    limit, rate = self.speaker.max_codes, self.speaker.rates.get(self.language, Rate())
-    return codes, states, *inspect_codes(codes, len(self.request.ids), self.text, limit, rate)
+    limit, rate = self.speaker.max_codes, self.speaker.rates.get(self.language, _Rate())
+    return codes, states, *_inspect_codes(codes, len(self.request.ids), self.text, limit, rate)
 
 @patch
 def __iter__(self: _GuardedRequest) -> Iterator[np.ndarray]:   # samples (N,) float32, one array

@@ -17,13 +17,13 @@ from ..config import read_settings, setup_tf, UserError, workspace, XTTSConfig
 from ..data.cache import Cache
 from ..data.native import BatchPlan
 from ..data.text import Tokenizer
-from ..devices import _DevicePlan, _in_cluster, setup_devices
+from ..devices import DevicePlan, _in_cluster, setup_devices
 from ..files import check_folder
 from ..settings import (
     check_used, config_diff, _DEVICE_OPTIONS, flat, layers_of, nested, _RATE_KEYS, rates, _Resolved, resolve,
     _SMALL, usual_rates)
 from .caches import _corpus_cache, is_corpus, silent
-from .dual import _check_no_codes, Feed, _RING
+from .dual import _check_no_codes, Feed, RING
 from .finetune import new_rows
 from .memory import check_memory, _compute_capability, _find_batch_size, _free_memory
 from .runs import (
@@ -129,7 +129,7 @@ def _check_prepared(cache: Cache, begun: XTTSConfig, config: XTTSConfig, options
     check_used(begun, config, always, reason, explicit)
 
 # %% ../../nbs/train/begin.ipynb #c84479e0
-def _maker(devices: _DevicePlan) -> tuple[Callable, int]:
+def _maker(devices: DevicePlan) -> tuple[Callable, int]:
     "The function that makes a trainer, on one device or on several, and how many devices share a batch."
     if not _in_cluster() and (len(devices.limits) < 2 or devices.data != devices.model): return new_run, 1
     from xtts_nb.train.distributed import _cluster_run
@@ -145,11 +145,11 @@ def _one_or_all(make: Callable, replicas: int, config, cache, mixed: bool, say) 
     say(f'Each of {replicas} GPUs computes its share of every batch.')
     return make, replicas
 
-def _feed(cache: Cache, config: XTTSConfig, devices: _DevicePlan, on_device: bool, ring: int | None,
+def _feed(cache: Cache, config: XTTSConfig, devices: DevicePlan, on_device: bool, ring: int | None,
           say) -> dict:
     "Where the batches of a runtime cache are made; empty if codes are prepared and no GPU was requested."
     if _in_cluster() or ('codes' in cache.manifest['stored'] and not on_device): return {}
-    feed = Feed(cache, config, devices, ring or _RING)
+    feed = Feed(cache, config, devices, ring or RING)
     limits = [f'GPU {card}: {" and ".join(map(str, parts))} MiB.'
               for card, parts in devices.limits.items() if parts]
     for line in (devices.line, *limits): say(line)
@@ -227,7 +227,7 @@ def _fit_batch(config: XTTSConfig, largest: tuple, memory: int | None = None, sa
     say(f'{rows} rows at once, in {chosen.grad_accum_steps} parts{again}.')
     return found, tried
 
-def _in_memory(config, largest: tuple, fit: bool, devices: _DevicePlan, replicas: int, say,
+def _in_memory(config, largest: tuple, fit: bool, devices: DevicePlan, replicas: int, say,
                tell) -> XTTSConfig:
     "The settings, or some that fit into memory; each of `replicas` devices computes its share of a batch."
     if fit: config = _fit_batch(config, largest, None, say, tell)[0]
@@ -322,7 +322,7 @@ def begin(
     if facts and rate(settings.begun) != rate(config): trainer.assigned_rate = None   # by a callback, before
     return trainer
 
-def _devices(gpus: dict, one: bool, say) -> _DevicePlan:
+def _devices(gpus: dict, one: bool, say) -> DevicePlan:
     "The devices of this process, before TensorFlow computes anything."
     setup_tf()
     return setup_devices(say=say, **gpus) if one else setup_devices(every=True, say=say)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ..config import UserError, workspace, XTTSConfig
-from ..data.cache import Cache, _changed_files, _read_manifest
+from ..data.cache import Cache, _changed_files, read_manifest
 from ..data.corpora import layout_line
 from ..data.prepare import _check_shared, _encode_rows, mel_sample, open_corpus
 from ..data.text import Tokenizer
@@ -61,7 +61,7 @@ def _learned_key(corpus: Path, config: XTTSConfig, layout: str | None) -> str:
 
 def _known_dvae(out: Path, work: Path, key: str) -> Path | None:
     "The file of the DVAE with this key, in the cache or in the folder of unfinished work; None without one."
-    try: manifest = _read_manifest(out)
+    try: manifest = read_manifest(out)
     except UserError: manifest = {'source': {}}
     if manifest['source'].get('learned') == key and 'dvae.safetensors' not in _changed_files(out, manifest):
         return out / 'dvae.safetensors'

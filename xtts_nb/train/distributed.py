@@ -18,7 +18,7 @@ from ..bench import _to_device
 from ..config import UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, _one_reader, _reader_of
 from ..data.cache import Cache, Column
-from ..devices import card_names, _DevicePlan, _in_cluster
+from ..devices import card_names, DevicePlan, _in_cluster
 from ..files import fingerprint
 from ..models.gpt import GPT
 from ..models.xtts import XTTS
@@ -118,7 +118,7 @@ def _code_feed(
     "Makes the codes of runtime caches on this worker's GPU, a batch at once; else the CPU makes them."
     runtime = all('codes' not in plan.cache.manifest['stored'] for plan in plans)
     if not runtime or len(devices) > 1 or 'GPU' not in devices[0]: return None
-    return Feed(plans[0].cache, config, _DevicePlan({}, devices[0], devices[0]))
+    return Feed(plans[0].cache, config, DevicePlan({}, devices[0], devices[0]))
 
 # %% ../../nbs/train/distributed.ipynb #801ca4df
 class _Replicas:

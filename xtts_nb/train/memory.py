@@ -19,11 +19,11 @@ import psutil
 import tensorflow as tf
 
 from ..config import ModelConfig, setup_tf, UserError, XTTSConfig
-from ..devices import _DevicePlan, _products_in_tf32
+from ..devices import DevicePlan, _products_in_tf32
 from ..models.dvae import DVAE, parameter_count, without_values
 from ..models.gpt import GPT
-from ..models.xtts import forward_numbers, _POLICIES
-from ..sampler import _visible_cards
+from ..models.xtts import forward_numbers, POLICIES
+from ..sampler import visible_cards
 from .finetune import make_update
 from .step import choose_xla, compile_step, _lacked_memory, random_batch, _writes_in_place
 from .trainer import _room_in_container
@@ -200,7 +200,7 @@ def trial():
     _limit_memory(request['memory'])
     before, training = psutil.Process().memory_info().rss, config.training.gpt
     try:
-        gpt = GPT(config, 0, dtype=_POLICIES[training.precision])
+        gpt = GPT(config, 0, dtype=POLICIES[training.precision])
         update = make_update(gpt, training, request['runs'])
         step = compile_step(update, training)
         batch = random_batch(config, *request['shape'])
@@ -239,7 +239,7 @@ def _run_trial(
 
 # %% ../../nbs/train/memory.ipynb #77f96b3c
 def _free_memory(
-    plan: _DevicePlan | None = None,   # of the devices; default: the first card trains
+    plan: DevicePlan | None = None,   # of the devices; default: the first card trains
     child: bool = False,              # for another process: what this one holds is not free
 ) -> tuple[str, int | None]:
     "The device that trains, and its free bytes; None if they cannot be read."
@@ -256,7 +256,7 @@ def _free_memory(
 
 def _free_on_card(card: int) -> tuple[str, int | None]:
     "The name of a card of this process and its free bytes; None and the reason if NVML does not tell."
-    try: cards = _visible_cards()
+    try: cards = visible_cards()
     except UserError as e: return f'GPU {card} ({str(e).partition(";")[0]})', None
     if card >= len(cards):
         return f'GPU {card} (NVML knows no card of this name in CUDA_VISIBLE_DEVICES)', None

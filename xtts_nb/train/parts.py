@@ -18,7 +18,7 @@ from fastcore.basics import patch
 
 from ..config import AudioConfig, DVAETraining, PartTraining, UserError, XTTSConfig
 from ..data.audio import load_audio, log_mel, resample, resample_batch, speaker_log_mel
-from ..data.cache import Cache, cumulative_chances, _GraphArrays, _HOST, left_out_line, _within_limits
+from ..data.cache import Cache, cumulative_chances, _GraphArrays, _HOST, left_out_line, within_limits
 from ..data.native import batches_of, BatchPlan
 from ..files import (
     atomic_file, atomic_folder, check_own, locked, named_weights, read_json, _reserve,
@@ -27,7 +27,7 @@ from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, _update_codeb
 from ..models.hifigan import (
     adversarial_loss, Critic, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder)
 from ..models.xtts import XTTS
-from ..speech.guard import _training_facts
+from ..speech.guard import training_facts
 from .runs import _held_out_mask, open_cache, run_facts, _write_config
 from .step import AdamW, averaged, compile_step
 from .trainer import Trainer
@@ -233,7 +233,7 @@ def _make_bank(
     progress=None,               # called with (done, total)
 ) -> _Bank:
     "Compute the GPT's states of every clip of a cache once, and store them with the recordings."
-    clips = np.flatnonzero(_within_limits(cache, xtts.config.data))
+    clips = np.flatnonzero(within_limits(cache, xtts.config.data))
     report = progress or (lambda done, total: None)
     if not len(clips):
         raise UserError(f'{left_out_line(cache, xtts.config.data)} No clip is left; widen these limits.')
@@ -482,7 +482,7 @@ class _SavedDecoder:
 
 def cache_of(model: str | Path) -> Path:
     "The cache that a run was trained on; raises `UserError` for a model without that fact."
-    facts = _training_facts(model)
+    facts = training_facts(model)
     if 'cache' in facts: return Path(facts['cache'])
     raise UserError(f'{model}: does not say which cache it was trained on; name one with `data`.')
 

@@ -19,12 +19,12 @@ import numpy as np
 import tensorflow as tf
 
 from .finetune import make_update, new_rows
-from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, _within_limits
+from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, within_limits
 from ..config import DataConfig, UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, bucket_shapes, _reader_of
 from ..models.dvae import load_dvae
 from ..files import (
-    atomic_file, atomic_folder, check_folder, fingerprint, has_keys, load_weights, _PART,
+    atomic_file, atomic_folder, check_folder, fingerprint, has_keys, load_weights, PART,
     read_json, write_json)
 from ..speech.listen import Listener
 from ..models.xtts import XTTS
@@ -185,7 +185,7 @@ def _shared_shapes(
 ) -> list[tuple[int, int]] | None:           # None: one fixed shape, or nothing to read
     "The shapes of batches of several caches, so that a step is compiled for as few as with one of them."
     if data.pad_to_fixed_length: return None
-    read = [(cache, _within_limits(cache, data) & ~left_out, share) for cache, left_out, share in parts]
+    read = [(cache, within_limits(cache, data) & ~left_out, share) for cache, left_out, share in parts]
     read = [(cache, used, 1 + round(1e7 * share / used.sum())) for cache, used, share in read if used.any()]
     if not read: return None
     of = lambda kind: np.concatenate([getattr(cache, kind)[used] for cache, used, _ in read])
@@ -226,7 +226,7 @@ def run_facts(run: str | Path, part: str = 'gpt') -> dict:
         names = {p.name for p in run.iterdir()} if run.is_dir() else set()
         # of a start that was cut off; settings without a lock are somebody's own
         begun = {'plan', 'lock'} | ({'mels.npy', 'config.yaml'} if 'lock' in names else set())
-        if all(name in begun or name.endswith(_PART) for name in names): return {}
+        if all(name in begun or name.endswith(PART) for name in names): return {}
         raise UserError(f'{run}: holds something that is not a run; choose another folder.')
     if not any(has_keys(run / 'run.json', key) for key in ('part', 'key')):
         raise UserError(f'{run}: its run.json is not of a run of xtts-nb; choose another folder.')
@@ -328,7 +328,7 @@ def check_made_for(cache: Cache, config: XTTSConfig):
 
 def _check_room(cache: Cache, config: XTTSConfig):
     "Raise `UserError` if a clip within the limits of the settings is too long for the GPT."
-    inside = _within_limits(cache, config.data)
+    inside = within_limits(cache, config.data)
     for kind, key, limit in (('codes', 'max_audio_codes', 'max_seconds'),
                              ('text', 'max_text_tokens', 'max_text_tokens')):
         longest = getattr(cache, f'{kind}_length')[inside].max(initial=0)
@@ -376,7 +376,7 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray):   # (number of clips) 
     if not (out.any() and training.validate_every):
         raise UserError('training.gpt.eval_clips: there is nothing to listen to; hold clips out and set '
                         'training.gpt.validate_every.')
-    clips = np.flatnonzero(out & _within_limits(cache, xtts.config.data))
+    clips = np.flatnonzero(out & within_limits(cache, xtts.config.data))
     encoder = _encoder(cache, xtts.config)
     return lambda count: Listener(xtts, cache, clips, count, encoder)
 

@@ -26,7 +26,7 @@ from ..config import _control_groups, PartTraining, UserError
 from ..data.native import BatchPlan
 from ..devices import _products_in_tf32
 from ..files import (
-    append_line, atomic_file, load_weights, locked, _open_weights, _PART, read_json, _read_json_lines,
+    append_line, atomic_file, load_weights, locked, _open_weights, PART, read_json, read_json_lines,
     save_weights, write_json)
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
@@ -171,14 +171,14 @@ def _restore(trainer):   # a `Trainer` with a run
     "Resume from the newest checkpoint that is whole; later metrics and half-written files are deleted."
     run = trainer.run
     for folder in (run, run / 'checkpoints', run / 'best'):
-        for part in filter(Path.is_file, folder.glob(f'*{_PART}')): part.unlink()
+        for part in filter(Path.is_file, folder.glob(f'*{PART}')): part.unlink()
     if saved := _newest_whole(run):
         for name, value in _load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
     trainer.best = _told(run / 'best') or None   # it may be of a later update than the checkpoint
     trainer.seen_checkpoint = _newest(run)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
-    lines = [json.dumps(line) + '\n' for line in _read_json_lines(metrics) if line['step'] <= trainer.step]
+    lines = [json.dumps(line) + '\n' for line in read_json_lines(metrics) if line['step'] <= trainer.step]
     with atomic_file(metrics) as part: part.write_text(''.join(lines))
 
 # %% ../../nbs/train/trainer.ipynb #48726dad
@@ -572,7 +572,7 @@ def _compare_last(self: Trainer):
     "When training ends: keep the last model in place of the best one if it speaks more clips better."
     best, last = self.best, self.step
     if not (self.run and self.eval_last and best) or last in (best['step'], best.get('compared')): return
-    logged = [line for line in _read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
+    logged = [line for line in read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
     if not (logged and logged[-1]['step'] == last): return
     listener, kept = self.eval_last(), self.run / 'best' / 'model.safetensors'
     if (clips := len(listener.ids)) <= self.training.eval_clips: return   # there are no more
