@@ -175,7 +175,7 @@ def _profile_step(
                                'tiny.') = None,
     config: Settings = None,
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
-    rounds: option(int | None, 'Times that each variant runs; default: 7.', min=1) = None,
+    rounds: option(int | None, 'Rounds to measure; each times every part once. Default: 7.', min=1) = None,
     dual: option(bool, 'Profile the stages of training on two devices instead.', '--dual') = False,
     json_: Json = False,
 ):

@@ -308,8 +308,8 @@ def _evaluate(
     sentences: option(str | None, 'Speak fixed sentences of these languages (de,fa or all) in the voices of '
                                   'DATA instead.') = None,
     report: option(Path | None, 'Folder for a page with players.') = None,
-    transcribe: option(str | None, 'Whisper model for word and character errors: a folder, or a name such as '
-                                   'small, which faster-whisper fetches.', '--transcribe') = None,
+    transcribe: option(str | None, 'Measure word and character errors with this Whisper model: a folder, or '
+                                   'a name such as small, which is downloaded.', '--transcribe') = None,
     language: option(str, 'Language of rows without one, in a corpus.') = 'en',
     seed: option(int, 'Seed for the choice of clips and for sampling.', min=0) = 0,
     record: Record = False,

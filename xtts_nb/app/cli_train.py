@@ -27,9 +27,10 @@ _AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache 
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
 _Steps = option(int | None, 'Total number of updates.', min=1)
 _HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
-_Older = option(Path | None, 'Cache or corpus of older clips that the model knows, to train on some of them '
-                             'too.', '--mix', **EXISTS)
-_OlderShare = option(float | None, 'Share of the updates that read these; default: 0.2.', min=0, max=0.9)
+_Older = option(Path | None, 'Train on clips from this older cache or corpus too, so that the model does not '
+                             'forget them.', '--mix', **EXISTS)
+_OlderShare = option(float | None, 'Share of the updates that train on clips of --mix; default: 0.2.', min=0,
+                     max=0.9)
 _GPUPreset = option(str | None, 'Batch, precision and workers for a GPU: 4090, 3090, 3060, A100, '
                                  'H200.')
 

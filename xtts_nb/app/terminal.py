@@ -61,11 +61,11 @@ EXISTS, FOLDER, MODEL = map(_checked, ('check_exists', 'check_folder', 'check_mo
 Json = option(bool, 'Print one JSON object as the last line of stdout.', '--json')
 Preset = option(str, 'Sizes of the model: tiny, or xtts_v2 as released.')
 Record = option(bool, 'Write the numbers into a new file in benchmarks/.', '--record')
-Rounds = option(int, 'Times that each variant runs, if the budget allows it.', min=1)
-_Budget = option(float, 'Minutes; fewer rounds are run if they would take longer, but at least three.', min=0)
+Rounds = option(int, 'Rounds to measure; each runs every variant once. --budget may end them earlier.', min=1)
+_Budget = option(float, 'Time limit in minutes; at least three rounds are run.', min=0)
 Settings = option(Path | None, 'YAML file of settings; they override the preset.', **EXISTS)
-Whisper = option(str | None, 'Whisper model that writes the text of recordings without one: a folder, or a '
-                             'name such as small, which faster-whisper fetches.', '--transcribe')
+Whisper = option(str | None, 'Transcribe recordings that have no text with this Whisper model: a folder, or '
+                             'a name such as small, which is downloaded.', '--transcribe')
 
 @app.callback()
 def _common(
