@@ -15,8 +15,9 @@ from functools import cached_property, partial
 import numpy as np
 import tensorflow as tf
 
-from ..bench import _to_device, trace_count
+from ..bench import trace_count
 from ..config import UserError, XTTSConfig
+from ..devices import to_device
 from ..models.dvae import DVAE
 from ..monitor.preflight import _Obstacle, preflight, preflight_lines
 from ..sampler import best_probe, nvml_probe, Sampler, summarise
@@ -48,7 +49,7 @@ class StepTrial:
 
     def losses(self, mode: str, updates: int = 3) -> list[float]:
         "Of the next few updates in a mode."
-        step, batch = self.steps[mode], _to_device(self.batch)
+        step, batch = self.steps[mode], to_device(self.batch)
         return [float(step(batch, tf.constant(i))['loss']) for i in range(updates)]
 
     @cached_property
@@ -90,7 +91,7 @@ def _check_placement(trial: StepTrial) -> str:
         if reason := _no_gpu_reason(): raise _Skipped(f'no GPU ({reason})')
         raise AssertionError('the driver has a GPU, TensorFlow sees none: '
                              'install tensorflow[and-cuda] with its CUDA libraries')
-    update, batch = trial.best.step, _to_device(trial.batch)
+    update, batch = trial.best.step, to_device(trial.batch)
     tensors = {v.path: v.value for v in (*update.weights, *update.optimizer.variables)} | batch
     tensors |= trial.best(batch, tf.constant(0))
     elsewhere = [f'{name} on {t.device or "no device"}' for name, t in tensors.items()
@@ -102,7 +103,7 @@ def _check_placement(trial: StepTrial) -> str:
 # %% ../../nbs/app/check.ipynb #0f4208c7
 def _check_training(trial: StepTrial, updates: int = 10) -> str:
     "Updates change the weights, and the loss falls."
-    step, batch = trial.best, _to_device(trial.batch)
+    step, batch = trial.best, to_device(trial.batch)
     before = [v.numpy() for v in step.step.weights]
     losses = trial.losses('xla' if step is trial.steps['xla'] else 'graph', updates)
     assert np.isfinite(losses).all(), f'a loss is {losses[int(np.argmin(np.isfinite(losses)))]}'
@@ -137,7 +138,7 @@ def _check_monitoring(trial: StepTrial) -> str:
 # %% ../../nbs/app/check.ipynb #aebad540
 def stress(trial: StepTrial, seconds: float, probe: Callable | None = None) -> str:
     "Run the step for `seconds`; its speed, and the utilisation of the devices meanwhile."
-    step, batch = trial.best, _to_device(trial.batch)
+    step, batch = trial.best, to_device(trial.batch)
     traces, updates, skipped = trace_count(step), 0, tf.constant(0.)
     with Sampler(probe or best_probe(lambda line: None), say=lambda line: None) as sampler:
         start = time.perf_counter()
@@ -192,7 +193,7 @@ def _gpu_programs(trial: StepTrial) -> dict:   # {name: what `preflight` takes}
     finish = tf.function(lambda batch: finish_batch(batch, dvae, config), jit_compile=True)
     speak = tf.function(partial(generate, gpt, max_codes=32), jit_compile=True)
     prompt = tf.TensorSpec((1, config.model.gpt.prompt_latents, config.model.gpt.hidden_dim))
-    return {'step': (step.graph, _to_device(given), tf.constant(0)), 'data': (finish, _sounds(given, config)),
+    return {'step': (step.graph, to_device(given), tf.constant(0)), 'data': (finish, _sounds(given, config)),
             'speech': (speak, given['text'][:1], given['text_length'][:1], prompt)}
 
 def _sounds(batch: dict, config: XTTSConfig) -> dict:

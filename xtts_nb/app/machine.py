@@ -16,8 +16,9 @@ import psutil
 import tensorflow as tf
 
 from .check import checks_text, _no_gpu_reason, preflight_text, StepTrial
-from ..bench import _to_device, wait_for
+from ..bench import wait_for
 from ..config import cores
+from ..devices import to_device
 from ..files import read_json
 from ..sampler import best_probe, Sampler, summarise, visible_cards
 from ..records import cpu_name, device_name
@@ -51,7 +52,7 @@ def before_after(
     probe: Callable | None = None,      # default: the GPUs, else the CPU
 ) -> list[dict]:   # {name, clips_per_s, ratio, <device>: % busy}
     "The step operation by operation and compiled, each for some seconds, and how busy the devices were."
-    batch, rows = _to_device(trial.batch), []
+    batch, rows = to_device(trial.batch), []
     for name, step in (('eager', trial.steps['eager']), ('compiled', trial.best)):
         wait_for(step(batch, tf.constant(0)))   # traced and compiled before the clock runs
         with Sampler(probe or best_probe(lambda line: None), say=lambda line: None) as sampler:

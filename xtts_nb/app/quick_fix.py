@@ -20,11 +20,11 @@ import psutil
 import tensorflow as tf
 
 from ..settings import config_diff, flat
-from ..bench import _to_device
 from ..config import cores, UserError, workspace, XTTSConfig
 from ..data.cache import Cache
 from ..data.native import BatchPlan
 from ..data.prepare import lesson_cache
+from ..devices import to_device
 from ..files import atomic_file
 from ..models.dvae import DVAE, load_dvae
 from ..models.xtts import XTTS
@@ -42,7 +42,7 @@ def training(
     keras.utils.set_random_seed(config.training.gpt.seed)
     xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
     trainer, numbers = Trainer(xtts, BatchPlan(cache, config.data)), itertools.count()
-    step = lambda batch: trainer.train_step(_to_device(batch), tf.constant(next(numbers)))
+    step = lambda batch: trainer.train_step(to_device(batch), tf.constant(next(numbers)))
     return trainer.plan.stream(), step
 
 # %% ../../nbs/app/quick_fix.ipynb #4e2b9d5e

@@ -14,11 +14,10 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import _to_device
 from ..config import UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, _one_reader, _reader_of
 from ..data.cache import Cache, Column
-from ..devices import card_names, DevicePlan, _in_cluster
+from ..devices import card_names, DevicePlan, _in_cluster, to_device
 from ..files import fingerprint
 from ..models.gpt import GPT
 from ..models.xtts import XTTS
@@ -268,7 +267,7 @@ class _DistributedTrainer(Trainer):
         mode = 'eager' if self.training.mode == 'eager' else 'graph'
         return compile_step(step, self.training.model_copy(update={'mode': mode}))
 
-    def place(self, batch): return _to_device(batch) if len(self.copies.devices) == 1 else batch
+    def place(self, batch): return to_device(batch) if len(self.copies.devices) == 1 else batch
 
     def fit(self, *arguments, **named):
         "The same as a `Trainer`; raises `UserError` for Keras callbacks, and if another worker is lost."

@@ -20,11 +20,11 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import _Arm, Comparison, _to_device
+from ..bench import _Arm, Comparison
 from ..config import UserError, XTTSConfig
 from ..data.cache import Cache, Column
 from ..data.native import _BATCH, batches_of, BatchPlan, _mels_of, _one_reader, WavReader
-from ..devices import DevicePlan
+from ..devices import DevicePlan, to_device
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
 from .step import compile_step
@@ -354,7 +354,7 @@ def make(self: Feed, batch: dict) -> dict:
     "Compute mels and codes of a batch on the data device."
     try:
         with tf.device(self.devices.data):
-            made = self.finish(_to_device(batch, self.devices.data))
+            made = self.finish(to_device(batch, self.devices.data))
             _wait_computed(made['codes'])
     except tf.errors.ResourceExhaustedError as e:
         clips = len(batch['wav'])
@@ -375,7 +375,7 @@ def copy(self: Feed, batch: dict) -> dict:
 @patch
 def _all_to_model(self: Feed, batch: dict) -> dict:
     "A batch on the model's device, as one program: each copy for itself would wait for the step there."
-    return _to_device(batch, self.devices.model)
+    return to_device(batch, self.devices.model)
 
 @patch
 def _note(self: Feed, stage: str, batch: dict) -> dict:

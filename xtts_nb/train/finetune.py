@@ -18,9 +18,9 @@ import numpy as np
 import tensorflow as tf
 from tokenizers import Tokenizer as BPE
 
-from ..bench import _put_back
 from ..config import GPTTraining, UserError, XTTSConfig
 from ..data.text import _LANGUAGE_CODE, learn_merges, Tokenizer
+from ..devices import put_back
 from ..files import atomic_folder
 from ..models.gpt import GPT
 from ..models.xtts import XTTS
@@ -224,7 +224,7 @@ class _AdapterUpdate(Update):
     @contextmanager
     def as_trained(self):
         "Inside, the weights hold the values of their parts, for compiled functions too."
-        with super().as_trained(), _put_back([part.weight for part in self.parts]):
+        with super().as_trained(), put_back([part.weight for part in self.parts]):
             for part in self.parts: part.weight.assign(part())
             yield
 

@@ -19,10 +19,10 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import compare, png_bytes, _to_device, wait_for
+from ..bench import compare, png_bytes, wait_for
 from ..config import PartTraining, UserError
 from ..data.cache import Cache
-from ..devices import DevicePlan, setup_devices
+from ..devices import DevicePlan, setup_devices, to_device
 from ..files import atomic_file, named_weights
 from ..monitor.loop import time_phases
 from ..records import device_name
@@ -161,7 +161,7 @@ def profile(
 ) -> dict:                   # device, mode, variables, ops, split, memory, phases, trace, unseen
     "Measure placement, times, memory and a trace of a training step; it makes real updates."
     tell('place')
-    batch, number = _to_device(batch), tf.constant(0)
+    batch, number = to_device(batch), tf.constant(0)
     rows, ops = _variable_placement(update), _op_placement(update, batch, number)
     tell('split')
     steps = {name: compile_step(part, training) for name, part in _prefixes(update).items()}

@@ -19,9 +19,10 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import compare, _put_back, trace_count
+from ..bench import compare, trace_count
 from ..config import GPTTraining, PartTraining, XTTSConfig
 from ..data.text import TEXT_STOP
+from ..devices import put_back
 from ..files import named_weights
 from ..models.gpt import _fold_seed, GPT, shifted
 from ..models.xtts import POLICIES
@@ -216,7 +217,7 @@ def averaged(optimizer: keras.optimizers.Optimizer, variables: list):
     if not optimizer.use_ema or optimizer.iterations.numpy() == 0:   # the means begin with the first update
         yield
         return
-    with _put_back(variables):
+    with put_back(variables):
         optimizer.finalize_variable_values(variables)
         yield
 

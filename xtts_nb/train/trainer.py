@@ -21,10 +21,10 @@ import psutil
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import _put_back, _to_device, trace_count
+from ..bench import trace_count
 from ..config import _control_groups, PartTraining, UserError
 from ..data.native import BatchPlan
-from ..devices import _products_in_tf32
+from ..devices import _products_in_tf32, put_back, to_device
 from ..files import (
     append_line, atomic_file, load_weights, locked, _open_weights, PART, read_json, read_json_lines,
     save_weights, write_json)
@@ -386,7 +386,7 @@ def batches(self: Trainer, first: int, last: int):
     return self.feed(self.plan, first, last)
 
 @patch
-def place(self: Trainer, batch): return _to_device(batch, self.device)
+def place(self: Trainer, batch): return to_device(batch, self.device)
 
 @patch(as_prop=True)
 def state(self: Trainer) -> dict:
@@ -581,7 +581,7 @@ def _compare_last(self: Trainer):
     try:
         with self.as_trained():
             now = logged[-1] | heard()
-            with _put_back([*self.xtts.weights.values()]):
+            with put_back([*self.xtts.weights.values()]):
                 load_weights(kept, self.xtts.weights)
                 then |= heard()
     except tf.errors.OpError as e:
