@@ -9,10 +9,6 @@ __all__ = []
 from functools import partial
 from pathlib import Path
 
-import typer
-
-from .cli_train import (
-    _Buffer, _DataGPU, _DataMemory, _DEVICES, _gpus, _Isolate, _ModelGPU, _ModelMemory)
 from .terminal import (
     argument, bench_app, command, FOLDER, from_checkout, MODEL, option, Preset, progress, Record,
     Rounds, start, table, to_stderr, write_record)
@@ -129,40 +125,33 @@ def _bench_model(
     return {'rows': rows, 'model': about}, f'{table(about, rows[:3])}\n{table("", rows[3:])}'
 
 # %% ../../nbs/app/cli_bench.ipynb #9cc53690
-@command('dual', group=bench_app, example='--data cache/runtime', groups={'Devices': _DEVICES})
+@command('dual', group=bench_app, example='--data cache/runtime')
 def _bench_dual(
-    ctx: typer.Context,
     data: option(Path | None, 'A runtime cache, to measure its real stages.', **FOLDER) = None,
     steps: option(int, 'Batches of each measurement.', min=3) = 60,
     rounds: Rounds = 3,
-    data_gpu: _DataGPU = None,
-    model_gpu: _ModelGPU = None,
-    enable_memory_isolation: _Isolate = False,
-    data_gpu_memory: _DataMemory = None,
-    model_gpu_memory: _ModelMemory = None,
-    buffer_size: _Buffer = None,
+    devices=None,
     record: Record = False,
 ):
     "Batches per second with sequential and overlapped stages, against the rate of the slowest stage."
     from xtts_nb.config import UserError
-    gpus = _gpus(ctx.params)
-    if gpus and not data:
+    ring = devices.pop('buffer_size', None)
+    if devices and not data:
         raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
                         'or no GPUs.')
-    devices = start(two=bool(data), **gpus)
+    plan = start(two=bool(data), **devices)
     from xtts_nb.data.cache import Cache
     from xtts_nb.train.dual import _bench_feed, dual_trainer, pipeline_table, RING
-    ring = buffer_size or RING
     emulated = None
     try: emulated = from_checkout('dual', 'bench dual without --data CACHE')
     except UserError:
         if not data: raise
     chosen = emulated and [round(1e3 * t) for t in emulated.STAGE_SECONDS.values()]
     about = {'stages_ms': chosen, 'steps': steps, 'rounds': rounds}
-    about['devices'] = devices.line if data else None
-    trainer = data and dual_trainer(cache := Cache(data), cache.config, devices, ring=ring)
+    about['devices'] = plan.line if data else None
+    trainer = data and dual_trainer(cache := Cache(data), cache.config, plan, ring=ring or RING)
     with progress() as tell:
-        asleep = dict(ring=ring, rounds=rounds, progress=partial(tell, 'emulated stages'))
+        asleep = dict(ring=ring or RING, rounds=rounds, progress=partial(tell, 'emulated stages'))
         rows = emulated.bench_stages(steps, **asleep) if emulated else []
     if trainer: rows += _bench_feed(trainer, steps, rounds)
     if record: write_record('dual', rows, **about)

@@ -34,17 +34,6 @@ _OlderShare = option(float | None, 'Share of the updates that train on clips of 
 _GPUPreset = option(str | None, 'Batch, precision and workers for a GPU: 4090, 3090, 3060, A100, '
                                  'H200.')
 
-# %% ../../nbs/app/cli_train.ipynb #178952de
-_DataGPU = option(int | None, 'GPU that computes mels and codes of a runtime cache.', min=0)
-_ModelGPU = option(int | None, 'GPU that trains.', min=0)
-_Isolate = option(bool, 'Limit the GPU memory of both; a single GPU is split into two logical ones.',
-                  '--enable-memory-isolation')
-_DataMemory = option(int | None, 'Memory limit of the data GPU in MiB.', '--data-gpu-memory', min=1)
-_ModelMemory = option(int | None, 'Memory limit of the model GPU in MiB.', '--model-gpu-memory', min=1)
-_Buffer = option(
-    int | None, 'Batches of a runtime cache on the model GPU, including the current one; default: 3.', min=1)
-_DEVICES = 'data_gpu model_gpu enable_memory_isolation data_gpu_memory model_gpu_memory buffer_size'
-
 # %% ../../nbs/app/cli_train.ipynb #c0720102
 @_training('tune', example='reading.mp3 --text reading.txt --out voice', groups={
     'Corpus': 'text language transcribe', 'Training': 'model finetune preset config mix steps'})
@@ -140,11 +129,6 @@ def _ends(validated: dict) -> str:
     return (f'\nHeld-out clips: {validated["val_stop"]:.0%} end within 3 codes (0.14 s) of their end '
             f'({each}), {validated["val_never"]:.0%} never.')
 
-def _gpus(options: dict) -> dict:
-    "The options of a command that assign GPUs, as `start` takes them."
-    from xtts_nb.settings import _DEVICE_OPTIONS
-    return given(**{name: options[name] for name in _DEVICE_OPTIONS})
-
 def _note(line: dict) -> str:
     "The latest log line, for the progress bar."
     parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'val_dtw': 'DTW {:.2f}',
@@ -155,8 +139,7 @@ def _note(line: dict) -> str:
 @_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine', groups={
     'Data': 'data val val_data preprocessing_mode', 'Fine-tuning': 'model finetune mix mix_share',
     'Training': 'steps epochs batch_size grad_accum lr fit_memory gpu_preset optimization_level',
-    'Input pipeline': 'num_workers prefetch_buffer_size enable_static_shapes prefetch_to_gpu',
-    'Devices': _DEVICES})
+    'Input pipeline': 'num_workers prefetch_buffer_size enable_static_shapes prefetch_to_gpu'})
 def _train(
     ctx: typer.Context,
     data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.', **EXISTS) = None,
@@ -173,12 +156,7 @@ def _train(
     steps: _Steps = None,
     epochs: option(int | None, 'Total passes over the clips, instead of --steps.', min=1) = None,
     val: _HeldOut = 0.,
-    data_gpu: _DataGPU = None,
-    model_gpu: _ModelGPU = None,
-    enable_memory_isolation: _Isolate = False,
-    data_gpu_memory: _DataMemory = None,
-    model_gpu_memory: _ModelMemory = None,
-    buffer_size: _Buffer = None,
+    devices=None,
     val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.', **EXISTS) = None,
     mix: _Older = None,
     mix_share: _OlderShare = None,
@@ -201,7 +179,7 @@ def _train(
         setup_tf()   # TensorFlow starts without its messages
         from xtts_nb.train.begin import begin
         trainer = begin(**_wanted(ctx.params), val=val, val_data=val_data, mix=mix, mix_share=mix_share,
-                        buffer_size=buffer_size, fit_memory=fit_memory, tell=tell, **_gpus(ctx.params))
+                        fit_memory=fit_memory, tell=tell, **devices)
         result, text = _fit(trainer, 'train', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 

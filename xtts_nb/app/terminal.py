@@ -247,6 +247,25 @@ def _limited(name: str, rounds: int, minutes: float):
     to_stderr(f'bench {name}: {rounds} rounds, or fewer in about {minutes:g} minutes; --budget MINUTES.')
     return _time_budget(60 * minutes)
 
+_DEVICES = {   # the options of `devices`, an argument of a command
+    'data_gpu': option(int | None, 'GPU that computes mels and codes of a runtime cache.', min=0),
+    'model_gpu': option(int | None, 'GPU that trains.', min=0),
+    'enable_memory_isolation': option(
+        bool, 'Limit the GPU memory of both; a single GPU is split into two logical ones.',
+        '--enable-memory-isolation'),
+    'data_gpu_memory': option(int | None, 'Memory limit of the data GPU in MiB.', min=1),
+    'model_gpu_memory': option(int | None, 'Memory limit of the model GPU in MiB.', min=1),
+    'buffer_size': option(
+        int | None, 'Batches of a runtime cache on the model GPU, including the current one; default: 3.',
+        min=1)}
+
+def _with_devices(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    "The same, or the options that stand for the argument `devices`."
+    if parameter.name != 'devices': return [parameter]
+    return [_under('Devices', parameter.replace(
+        name=name, annotation=kind, default=False if get_args(kind)[0] is bool else None))
+        for name, kind in _DEVICES.items()]
+
 def _under(heading: str, parameter: inspect.Parameter) -> inspect.Parameter:
     "An option, shown below a heading of the help."
     kind, settings = get_args(parameter.annotation)
@@ -264,11 +283,13 @@ def command(
     "Makes a command of a function that returns the result, its text and, unless 0, the exit code."
     headings = {option: heading for heading, options in groups.items() for option in options.split()}
     def register(function):
-        own = {n: _under(headings[n], p) if n in headings else p
-               for n, p in inspect.signature(function).parameters.items()}
+        parameters = inspect.signature(function).parameters
+        own = {p.name: _under(headings[p.name], p) if p.name in headings else p
+               for parameter in parameters.values() for p in _with_devices(parameter)}
         @wraps(function)
         def run(json_: bool, budget: float | None = None, **options):
             limit = nullcontext() if budget is None else _limited(name, options['rounds'], budget)
+            if 'devices' in parameters: options['devices'] = given(**{n: options.pop(n) for n in _DEVICES})
             with answer(json_) as show, limit:
                 result, text, *code = function(**options)
                 show(result, text)
