@@ -271,7 +271,7 @@ def test_what_has_no_text_is_transcribed_and_the_transcript_is_aligned(tmp_path,
     transcript = (tmp_path / 'out' / cut._TRANSCRIPT).read_text(encoding='utf-8')
     assert transcript.split('\n\n') == [
         ' '.join([*texts[:5], made_up]), ' '.join(texts[5:10]), ' '.join(texts[10:12]), '']
-    with pytest.raises(UserError, match='1.wav.*--transcribe MODEL'):
+    with pytest.raises(UserError, match='1.wav.*`transcribe`, a Whisper model'):
         run(folder / '1.wav', tmp_path / 'no')
     monkeypatch.setattr(Whisper, 'said', {'1.wav': None})
     with pytest.raises(UserError, match='valid language code.*1.wav'):

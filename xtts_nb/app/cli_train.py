@@ -267,11 +267,13 @@ def _decoder_settings(folder: Path, config: Path | None, known: bool):
     return settings
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
-def _check_cache(cache, data: Path):
-    "Raise `UserError` for anything but a cache, such as a corpus."
+def _cache_request(data: Path, config: Path | None, **options):
+    "The cache and the settings of a training on it; raises `UserError` for anything but a cache."
     from xtts_nb.config import UserError
-    if not cache:
-        raise UserError(f'{data}: is not a cache; make one with xtts-nb prepare CORPUS --out CACHE.')
+    from xtts_nb.train.begin import settings_for
+    request = settings_for(data, config=_keys(config), say=to_stderr, **options)
+    if request.cache: return request.cache, request.settings.config
+    raise UserError(f'{data}: is not a cache; make one with xtts-nb prepare CORPUS --out CACHE.')
 
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
@@ -284,13 +286,10 @@ def _find_batch_size(
 ):
     "Find how many rows fit into memory at once: tries updates of the largest bucket in child processes."
     start()
-    from xtts_nb.train.begin import _fit_batch, largest_batch, settings_for
-    request = settings_for(data, model=model, preset=preset, config=_keys(config), finetune=finetune,
-                           say=to_stderr)
-    _check_cache(request.cache, data)
-    settings = request.settings.config
+    from xtts_nb.train.begin import _fit_batch, largest_batch
+    cache, settings = _cache_request(data, config, model=model, preset=preset, finetune=finetune)
     with progress() as tell:
-        found, tried = _fit_batch(settings, largest_batch(request.cache, settings, model),
+        found, tried = _fit_batch(settings, largest_batch(cache, settings, model),
                                  memory and int(memory * 1e9), to_stderr, tell)
     keys = found.training.gpt.model_dump(include={'grad_accum_steps', 'gradient_checkpointing'})
     return {'training': {'gpt': keys}, 'tried': tried}, table(f'In the section training.gpt: {keys}', tried)
@@ -311,14 +310,10 @@ def _find_learning_rate(
     "Train at rising rates until the loss rises, and suggest a rate."
     start()
     import tempfile
-    from xtts_nb.train.begin import settings_for
     from xtts_nb.train.learning_rate import _check_rates, find_learning_rate, plot_learning_rate
     from xtts_nb.train.runs import new_run
     _check_rates(out)
-    request = settings_for(data, model=model, preset=preset, config=_keys(config), finetune=finetune,
-                           say=to_stderr)
-    _check_cache(request.cache, data)
-    cache, settings = request.cache, request.settings.config
+    cache, settings = _cache_request(data, config, model=model, preset=preset, finetune=finetune)
     cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
         unheard = settings.replace(training={'gpt': {'eval_clips': 0, 'judge_by': 'loss'}})   # none held out

@@ -674,9 +674,9 @@ def _ogg_ends(path: str | Path) -> bool:
 # %% ../../nbs/data/corpora.ipynb #4a03423b
 _SILENT = 1e-3   # of full scale: -60 dB
 
-def decode(path: Path, config: XTTSConfig, start: float = 0., end: float | None = None) -> np.ndarray:
+def decode(path: Path, config: XTTSConfig) -> np.ndarray:
     "The samples (N,) float32 in [-1, 1] of a usable clip; raises `UserError` with the reason for any other."
-    with open_audio(path, config.model.audio.sample_rate) as file: return _decode(file, config, start, end)
+    with open_audio(path, config.model.audio.sample_rate) as file: return _decode(file, config, 0., None)
 
 def _decode(file: _AudioFile, config: XTTSConfig, start: float, end: float | None) -> np.ndarray:
     rate, least, most = config.model.audio.sample_rate, config.data.min_seconds, config.data.max_seconds
@@ -694,10 +694,6 @@ def _decode(file: _AudioFile, config: XTTSConfig, start: float, end: float | Non
         raise UserError(f'{len(wav) / rate:.2f} s, shorter than data.min_seconds {least}')
     if np.ptp(wav) < 2 * _SILENT: raise UserError('the clip is silent: nothing in it is louder than -60 dB')
     return wav
-
-def _load(clip: Clip, config: XTTSConfig) -> np.ndarray | Dropped:
-    "The samples of a clip, or why it is left out."
-    return _load_parts([clip], config)[0]
 
 def _load_parts(clips: list[Clip], config: XTTSConfig) -> list[np.ndarray | Dropped]:
     "The samples of clips of one recording, which is opened once."

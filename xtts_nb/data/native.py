@@ -377,11 +377,10 @@ def batches_of(
     data: DataConfig,
     first: int = 0,              # step to begin at
     last: int | None = None,     # step to end before; default: never
-    device: str | None = None,   # to copy to; default: the GPU of the model, if `prefetch_to_gpu`
-    model: str | None = None,    # its device; default: the first GPU, if there is one
+    model: str | None = None,    # the device of the model; default: the first GPU, if there is one
 ) -> tf.data.Dataset:
     "Batches of steps first, first + 1, ...; the same for any number of workers."
-    if not device and data.prefetch_to_gpu: device = _gpu_of(model)
+    device = _gpu_of(model) if data.prefetch_to_gpu else None
     steps = tf.data.Dataset.range(first, 2**62 if last is None else last)
     reader = tf.autograph.experimental.do_not_convert(reader)   # it has no Python loop over tensors
     batches = steps.map(reader, num_parallel_calls=data.num_workers, deterministic=True)

@@ -232,10 +232,9 @@ class TransformerBlock(keras.layers.Layer):
 def causal_mask(
     queries: int,
     keys: int,
-    offset=0,     # position of the first query among the keys
 ):                # (queries, keys) bool
     "True where a key is visible to a query: at its own position and before."
-    return ops.arange(keys)[None] <= ops.arange(queries)[:, None] + offset
+    return ops.arange(keys)[None] <= ops.arange(queries)[:, None]
 
 # %% ../../nbs/models/gpt.ipynb #4266b01b
 def shifted(
@@ -331,9 +330,9 @@ def embed_text(self: GPT, ids):
     return self.text_embedding(ids) + self.text_position(ops.arange(ids.shape[1]))
 
 @patch
-def embed_codes(self: GPT, codes, first=0):
-    "Codes (B, S) at positions `first`, `first` + 1, ... -> (B, S, D)."
-    return self.code_embedding(codes) + self.code_position(ops.arange(codes.shape[1]) + first)
+def embed_codes(self: GPT, codes):
+    "Codes (B, S) with START and STOP -> (B, S, D), positions from 0."
+    return self.code_embedding(codes) + self.code_position(ops.arange(codes.shape[1]))
 
 @patch
 def hidden(self: GPT, x, mask, keys):   # (3 x layers, 1), of `_dropout_keys`

@@ -21,7 +21,7 @@ from ..bench import png_bytes, trace_count
 from ..config import UserError
 from ..data.audio import log_mel, resample, wav_bytes
 from ..data.text import TEXT_STOP
-from ..models.gpt import causal_mask, GPT, _split_heads
+from ..models.gpt import attend, block_pass, causal_mask, GPT
 from ..models.xtts import XTTS
 from .generate import Sampling, Speaker
 from .voices import Voice
@@ -43,13 +43,12 @@ def _attention_pass(
                          gpt.embed_text(part([gpt.text_start, *ids, TEXT_STOP])),
                          gpt.embed_codes(part(before))], 1)
     mask, weights = causal_mask(x.shape[1], x.shape[1]), []
-    for block in gpt.blocks:
-        q, k, _ = (_split_heads(t, block.heads)
-                   for t in ops.split(block.qkv(block.attention_norm(x)), 3, axis=-1))
+    def attention(q, k, v):
         score = ops.cast(ops.einsum('blhk,bmhk->bhlm', q * q.shape[-1]**-0.5, k), 'float32')
         weight = ops.softmax(ops.where(mask, score, -1e9))
         weights.append(ops.mean(weight, (0, 1))[-len(codes):])   # of the heads
-        x = block(x, mask)
+        return attend(q, k, v, mask)
+    for block in gpt.blocks: x = block_pass(block, x, attention)
     return gpt.final_norm(gpt.stack_norm(x))[0, -len(codes):], np.stack(weights)
 
 # %% ../../nbs/speech/panel.ipynb #9a4e1009
