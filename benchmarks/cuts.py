@@ -261,7 +261,7 @@ def synthetic(source: Path, out: Path):
 
     def frames(path, progress):
         mel = np.random.rand(len(level) // 4, align._BANDS).astype(np.float32)
-        return align._SoundFrames(16000, seconds, mel, level, align._BANDS, pauses)
+        return align.SoundFrames(16000, seconds, mel, level, align._BANDS, pauses)
 
     def compared(sound, spoken):
         keep = align.speech_frames(sound)[0]
@@ -269,17 +269,17 @@ def synthetic(source: Path, out: Path):
         before = align._pauses_before(sound, keep, pauses)
         starts = np.cumsum([0, *[100] * len(spoken)])
         return (align.Speech(x, align._frame_times(sound)[keep], before, pauses, x[:, 0]),
-                align._TextFrames(x[:1], starts, [s.words for s in spoken]))
+                align.TextFrames(x[:1], starts, [s.words for s in spoken]))
 
     def fits(matches, speech, model):
         edge = np.searchsorted(speech.times, begins)
-        return [align._Fit(align._Match(i, a, b), 2., np.linspace(0, 99, b - a).astype(int))
+        return [align.Fit(align.Match(i, a, b), 2., np.linspace(0, 99, b - a).astype(int))
                 for i, (a, b) in enumerate(pairwise(edge.tolist()))]
 
     cut.measure_file, cut.comparable, cut.found_sentences = frames, compared, fits
     cut.align = lambda *speech: None
     cut.speak_sentences = lambda sentences, *more: [
-        align._SpokenSentence(None, None, [i * 100 // len(s.words) for i in range(len(s.words))])
+        align.SpokenSentence(None, None, [i * 100 // len(s.words) for i in range(len(s.words))])
         for s in sentences]
     cut_corpus(source, None, out, 'en')
 

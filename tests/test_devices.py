@@ -11,7 +11,7 @@ from xtts_nb import devices
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.devices import (
-    _apply_plan, card_memory, card_names, _check_plan, DevicePlan, _in_cluster, plan_devices, _plan_two,
+    _apply_plan, card_memory, card_names, _check_plan, DevicePlan, in_cluster, plan_devices, _plan_two,
     setup_devices)
 
 CARD = 24_000   # MiB
@@ -62,7 +62,7 @@ def test_a_training_and_a_worker_take_all_cards(variables, every, read_back, mon
     for name, fake in {'card_memory': lambda: [CARD] * 2, '_apply_plan': lambda plan: None,
                        '_check_plan': read.append}.items(): monkeypatch.setattr(devices, name, fake)
     assert setup_devices(every=every) == DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:0')
-    assert bool(read) == read_back == (not _in_cluster())
+    assert bool(read) == read_back == (not in_cluster())
     with pytest.raises(UserError, match='for one machine'): setup_devices(every=every, data_gpu=0)
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from xtts_nb.config import UserError
 from xtts_nb.data.audio import save_audio
 from xtts_nb.data.cache import _COLUMN_TYPES, _work_path, write_shard
 from xtts_nb.files import (
-    append_line, atomic_file, atomic_folder, check_own, _check_writable, fingerprint, inside, load_weights,
+    append_line, atomic_file, atomic_folder, check_own, check_writable, fingerprint, inside, load_weights,
     locked, named_weights, read_json, read_json_lines, read_tensors, save_weights, write_json, write_tensors)
 
 # --- files and folders ------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_a_place_that_holds_something_else_is_refused_before_any_work(tmp_path):
                   atomic_folder(tmp_path / 'file', replace=True), atomic_file(tmp_path / 'folder'),
                   atomic_file(tmp_path / 'pipe')):
         with pytest.raises(UserError, match='choose another'), place: pytest.fail('worked')
-    for write in (lambda: _check_writable(tmp_path / 'file/b'), lambda: write_json(tmp_path / 'file/b', 1)):
+    for write in (lambda: check_writable(tmp_path / 'file/b'), lambda: write_json(tmp_path / 'file/b', 1)):
         with pytest.raises(UserError, match='a file exists where a folder is needed'): write()
     with pytest.raises(TypeError): write_json(tmp_path / 'file', object())
     with pytest.raises(UserError, match='never'), atomic_file(tmp_path / 'never'): pass   # never written

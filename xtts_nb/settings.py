@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['descriptions', 'commented_yaml', 'flat', 'nested', 'config_diff', 'gpu_preset', 'optimization_level', 'option_keys',
-           'parse_assignments', 'from_environment', 'rates', 'usual_rates', 'resolve', 'layers_of', 'check_used']
+           'parse_assignments', 'from_environment', 'rates', 'usual_rates', 'Resolved', 'resolve', 'layers_of',
+           'check_used']
 
 # %% ../nbs/base/settings.ipynb #ecefca6f
 import difflib
@@ -186,13 +187,13 @@ def usual_rates(training: GPTTraining, *others: GPTTraining) -> bool:
 
 # %% ../nbs/base/settings.ipynb #1bc4beba
 @dataclass(frozen=True)
-class _Resolved:
+class Resolved:
     "The settings of a run, and where the value of each key comes from."
     config: XTTSConfig
     begun: XTTSConfig           # of the preset, cache or run, before any change
     came_from: dict[str, str]   # key -> preset tiny, settings.yaml, environment, options, ...
 
-    def then(self, config: XTTSConfig, names: dict) -> '_Resolved':   # {prefix: where its changes come from}
+    def then(self, config: XTTSConfig, names: dict) -> 'Resolved':   # {prefix: where its changes come from}
         "The same, with what a model to start from changes."
         came_from = {key: next(name for prefix, name in names.items() if key.startswith(prefix))
                      for key in config_diff(self.config, config)}
@@ -208,7 +209,7 @@ def resolve(
     layers: dict[str, dict],    # name -> {key: value}; later ones take precedence
     file: str | None = None,    # the name of the first layer, if it is a file: checked by itself
     say: Callable = print,      # receives a line for each other layer that changes something
-) -> _Resolved:
+) -> Resolved:
     "Settings by precedence."
     came_from, now = dict.fromkeys(flat(begun.model_dump()), origin), begun
     if file: now = begun.replace(file, **nested(layers[file]))
@@ -222,7 +223,7 @@ def resolve(
         values |= keys
         given |= keys
     where = ' and '.join(name for name, keys in layers.items() if keys and name != file)
-    return _Resolved(now.replace(where, **nested(given)) if given else now, begun, came_from)
+    return Resolved(now.replace(where, **nested(given)) if given else now, begun, came_from)
 
 def layers_of(
     gpu: str | None = None,     # a preset of `_GPU_PRESETS`

@@ -225,7 +225,7 @@ def test_devices_without_memory_are_named(runtime, mini, batch, monkeypatch):
     with pytest.raises(UserError, match='^CPU:0: out of memory while it made a batch of 4 clips'):
         with feed(plan, 0, 2) as batches: next(batches)
     def read(self, step): return {'wav': tf.fill(tf.reshape(step, [1]) + 2**46, 0.) + 1}
-    monkeypatch.setattr(page._SoundReader, '__call__', read)
+    monkeypatch.setattr(page.SoundReader, '__call__', read)
     with pytest.raises(UserError, match='out of memory while recordings were read'): next(sound_batches(plan))
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from xtts_nb.speech.listen import Listener
 from xtts_nb.train import runs
 from xtts_nb.train.begin import begin
 from xtts_nb.train.runs import (
-    _base_config, export_run, held_out_share, _Mix, new_run, _Replay, run_facts, _shared_shapes)
+    _base_config, export_run, held_out_share, Mix, new_run, _Replay, run_facts, _shared_shapes)
 from xtts_nb.train.trainer import (
     checkpoints, _epochs_to_steps, _late_interrupt, _save_checkpoint, _updates_of)
 
@@ -48,7 +48,7 @@ def test_the_plan_of_a_large_corpus_is_made_once(prepared, eager, tmp_path, monk
         assert np.array_equal(a, b)
 
 @pytest.mark.parametrize('wanted, said', [
-    (dict(mix=_Mix(None), feed='f'), 'one device'), (dict(mix=_Mix(None), make='m'), 'one device'),
+    (dict(mix=Mix(None), feed='f'), 'one device'), (dict(mix=Mix(None), make='m'), 'one device'),
     (dict(val_cache=SimpleNamespace(folder='other'), held_out=['a']), 'other')])
 def test_what_does_not_go_together_is_refused(prepared, eager, wanted, said):
     with pytest.raises(UserError, match=said): new_run(prepared, eager, None, **wanted)
@@ -331,7 +331,7 @@ def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
     order = np.argsort(prepared.codes_length)
     short, long = (~np.isin(np.arange(len(prepared)), some) for some in (order[:4], order[4:]))   # not read
     monkeypatch.setattr(runs, '_kept_apart', lambda parts: [long, short])
-    mixed = lambda share: _Mix(prepared, ['high-1'], share)
+    mixed = lambda share: Mix(prepared, ['high-1'], share)
     plans = lambda share: new_run(prepared, config, None, ['low-0'], mix=mixed(share)).plan
     shapes, both = _shared_shapes([(prepared, long, .6), (prepared, short, .4)], config.data), plans(.4)
     assert len(shapes) == 3 and both.old.shapes == shapes[:1] and both.plan.shapes == shapes[1:]
@@ -347,7 +347,7 @@ def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
 
 def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     "Before the first update, and with each validation; a resumed run is the same one."
-    mix = _Mix(prepared, ['high-1'], .5)
+    mix = Mix(prepared, ['high-1'], .5)
     start = lambda mix: new_run(prepared, eager, tmp_path / 'run', ['low-0'], mix=mix)
     def feed(plan, first, last):
         "What `stream` gives, op by op."

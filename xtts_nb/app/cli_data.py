@@ -40,9 +40,9 @@ def _download(
 def _are_clips(source: Path) -> bool:
     "Whether this is a table of clips, a folder with one, or clips with their texts."
     from xtts_nb.config import UserError
-    from xtts_nb.data.corpora import _find_layout, _SUFFIXES
+    from xtts_nb.data.corpora import _find_layout, SUFFIXES
     from xtts_nb.data.cut import are_clips
-    if source.is_file(): return source.suffix.lower() not in _SUFFIXES and bool(_find_layout(source))
+    if source.is_file(): return source.suffix.lower() not in SUFFIXES and bool(_find_layout(source))
     try: return source.is_dir() and (_find_layout(source)[0] != 'pairs' or are_clips(source))
     except UserError: return False
 

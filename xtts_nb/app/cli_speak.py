@@ -103,11 +103,11 @@ def _say(
     settings = _speech_settings(model, temperature=temperature, top_k=top_k, top_p=top_p,
                                 repetition_penalty=repetition_penalty, speed=speed,
                                 decoder_precision=decoder_precision, weights=weights)
-    from xtts_nb.files import _check_writable
+    from xtts_nb.files import check_writable
     from xtts_nb.speech.voices import find_voice, _voice_files
     text = _text_of(text, text_file)
     if stream or pcm: _check_stream(out, check_words)
-    else: _check_writable(out := out or Path('say.wav'))
+    else: check_writable(out := out or Path('say.wav'))
     _voice_files(voice, voices)   # fails before TensorFlow is loaded
     start()
     from xtts_nb.models.xtts import XTTS

@@ -19,7 +19,7 @@ import tensorflow as tf
 from .bench_data import check_equal, comparison_plan, _data_before_after
 from .demo_corpus import make_corpus
 from .demo_pairs import (
-    choose_pairs, _Pair, _score_pairs, _speak_pairs, spoken_counts, _write_pairs)
+    choose_pairs, Pair, _score_pairs, _speak_pairs, spoken_counts, _write_pairs)
 from .demo_report import _demo_report
 from ..config import UserError, XTTSConfig
 from ..data.audio import load_audio
@@ -117,7 +117,7 @@ def _train_and_speak(
     clips: list,            # all rows of the corpus
     corpus: Path,
     out: Path,              # receives `run`, `untrained` and `spoken`
-    pairs: list[_Pair],
+    pairs: list[Pair],
     longest: float,         # seconds, of a clip of the corpus
     stages: Stages,
 ) -> _TrainedDemo:
@@ -136,7 +136,7 @@ def _train_and_speak(
     return _TrainedDemo(trainer, train, untrained, spoken, before, after)
 
 # %% ../../nbs/app/demo.ipynb #ea05ab02
-def _score_held_out(trained: _TrainedDemo, pairs: list[_Pair], corpus: Path, stages: Stages) -> list[dict]:
+def _score_held_out(trained: _TrainedDemo, pairs: list[Pair], corpus: Path, stages: Stages) -> list[dict]:
     "The quick scores of `evaluate` for the held-out pairs, from the files that are spoken already."
     progress, xtts = stages.begin('score'), trained.trainer.xtts
     clip = lambda c: Clip(c.id, c.text, c.speaker, c.language, corpus / 'wavs' / f'{c.id}.wav')

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .charts import plot_before_after, plot_losses
-from .demo_pairs import _Pair
+from .demo_pairs import Pair
 from ..data.audio import load_audio
 from ..data.prepare import _mel_function
 from ..files import read_json_lines
@@ -52,7 +52,7 @@ def _charts(result: dict, trainer: Trainer, sampler: Sampler) -> list[str]:
                 f'Sampled ten times a second over the whole run: {_device_names(sampler.samples)}.'),
         picture(plot_samples(sampler.samples, marks=sampler.marks), 'utilisation over time')]
 
-def _pair_section(pair: _Pair, spoken: Path, score: tuple[bool, bool], corpus: Path, mel: Callable,
+def _pair_section(pair: Pair, spoken: Path, score: tuple[bool, bool], corpus: Path, mel: Callable,
                   frames_per_second: float) -> list[str]:
     "One pair: its score, the mels and the players of reference, synthesis and recording."
     wav = lambda clip: corpus / 'wavs' / f'{clip.id}.wav'
@@ -66,7 +66,7 @@ def _pair_section(pair: _Pair, spoken: Path, score: tuple[bool, bool], corpus: P
             '<div class="row">', *(player(f, n) for n, f in files.items()), '</div>']
 
 # %% ../../nbs/app/demo_report.ipynb #12553b1f
-def _demo_report(out: Path, result: dict, pairs: list[_Pair], spoken: list[Path], scores: list,
+def _demo_report(out: Path, result: dict, pairs: list[Pair], spoken: list[Path], scores: list,
                  trainer: Trainer, sampler: Sampler):
     "`report.html` for a result of `run_demo`: figures, comparisons, loss, utilisation, mels and players."
     audio, counts = trainer.xtts.config.model.audio, result['spoken']

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from .charts import plot_losses
 from ..config import GPTTraining, read_settings, UserError
 from ..data.cache import file_sha
-from ..files import check_results, _check_writable, has_keys, read_json, read_json_lines, write_json
+from ..files import check_results, check_writable, has_keys, read_json, read_json_lines, write_json
 from ..report import facts, heading, picture, player, write_report
 from ..speech.score_page import scores_table
 from ..train.runs import run_facts
@@ -160,7 +160,7 @@ def tune(
     "Run the stages that are not complete."
     names, path = [stage.name for stage in plan()], out / 'tune.json'
     check_results(out, ('tune.json', 'index.html', 'scores'), lambda: _is_tuning(path))
-    _check_writable(path)
+    check_writable(path)
     done, again = read_json(path) if path.is_file() else {}, False
     for number, name in enumerate(names, 1):
         stage = next(stage for stage in plan() if stage.name == name)

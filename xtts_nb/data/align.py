@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FRAME', 'WIDTH', 'STEP', 'EDGE', 'read_paragraphs', 'Sentence', 'spoken_sentence', 'text_sentences', 'hop_length',
-           'find_pauses', 'Speech', 'speech_frames', 'speak_sentences', 'comparable', 'distances', 'align',
-           'found_sentences']
+           'SoundFrames', 'find_pauses', 'Speech', 'speech_frames', 'SpokenSentence', 'speak_sentences', 'TextFrames',
+           'comparable', 'distances', 'Match', 'align', 'Fit', 'found_sentences']
 
 # %% ../../nbs/data/align.ipynb #f6ed09b6
 import html
@@ -27,7 +27,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from ..config import UserError
-from .audio import _AudioFile, _hann_window, _mel_triangles, open_audio
+from .audio import AudioFile, _hann_window, _mel_triangles, open_audio
 from .corpora import _DAMAGED, _HTK, read_lines
 from .espeak import speak_words
 from .sentences import sentences
@@ -367,7 +367,7 @@ def _frames_of(
 
 # %% ../../nbs/data/align.ipynb #e8bbeb3b
 @dataclass
-class _SoundFrames:
+class SoundFrames:
     "What is known of a sound."
     rate: int             # Hz
     seconds: float
@@ -376,16 +376,16 @@ class _SoundFrames:
     bands: int            # of `mel`, those that hold something
     pauses: np.ndarray | None = None   # (P, 2) s, start and end; None: those of `find_pauses`
 
-def _join(rate: int, samples: int, parts: list) -> _SoundFrames:
+def _join(rate: int, samples: int, parts: list) -> SoundFrames:
     mel, level = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
-    return _SoundFrames(rate, samples / rate, mel, level[:samples * 4 // hop_length(rate)], _band_count(rate))
+    return SoundFrames(rate, samples / rate, mel, level[:samples * 4 // hop_length(rate)], _band_count(rate))
 
-def _measure_sound(wav: np.ndarray, rate: int) -> _SoundFrames:
+def _measure_sound(wav: np.ndarray, rate: int) -> SoundFrames:
     "The frames of a short sound."
     return _join(rate, len(wav), [_frames_of(np.pad(wav, (0, 2 * hop_length(rate))), rate)])
 
-def _measure_part(file: _AudioFile, start: float = 0., end: float | None = None,
-                  progress: Callable = lambda done, total: None) -> _SoundFrames:
+def _measure_part(file: AudioFile, start: float = 0., end: float | None = None,
+                  progress: Callable = lambda done, total: None) -> SoundFrames:
     "The frames of an open recording or of a part of it (s), in blocks; raises `UserError` if not audio."
     parts, rest, done, rate = [], np.zeros(0, np.float32), 0, file.samplerate
     left = total = round((end - start) * rate) if end else file.frames or 2**63
@@ -399,7 +399,7 @@ def _measure_part(file: _AudioFile, start: float = 0., end: float | None = None,
     parts.append(_frames_of(np.pad(rest, (0, 2 * hop_length(rate))), rate))
     return _join(rate, done, parts)
 
-def _measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> _SoundFrames:
+def _measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> SoundFrames:
     "The frames of a long recording."
     with open_audio(path, 16000) as file: return _measure_part(file, progress=progress)
 
@@ -418,7 +418,7 @@ def _threshold(level: np.ndarray, window: int) -> np.ndarray:   # (4 F,) dB
     return np.interp(np.arange(len(level)), middles, low + over)
 
 def find_pauses(
-    sound: _SoundFrames,
+    sound: SoundFrames,
     least: float = _PAUSE,   # s, the shortest
 ) -> np.ndarray:    # (P, 2) s, start and end
     "The pauses of a sound, in order."
@@ -431,7 +431,7 @@ def find_pauses(
     edges = edges[edge | ((edges[:, 1] - edges[:, 0]) * step >= least - 1e-6)] * step
     return np.minimum(edges, sound.seconds)
 
-def _loud_edges(sound: _SoundFrames) -> tuple[bool, bool]:
+def _loud_edges(sound: SoundFrames) -> tuple[bool, bool]:
     "Whether the first and the last 30 ms are speech, all of them."
     step = hop_length(sound.rate) / 4 / sound.rate
     loud = sound.level > _threshold(sound.level, int(10 / step))
@@ -452,7 +452,7 @@ class Speech:
         "The length of the pause before each frame and at the end, 0 for none."
         return np.append(np.diff(self.pauses)[:, 0], 0.)[self.pause]   # the last one is not a pause
 
-def speech_frames(sound: _SoundFrames, least: float = _PAUSE) -> tuple[np.ndarray, np.ndarray]:
+def speech_frames(sound: SoundFrames, least: float = _PAUSE) -> tuple[np.ndarray, np.ndarray]:
     "The frames (F,) outside pauses; and the pauses (P, 2) in s, of at least `least` s."
     pauses = find_pauses(sound, least) if sound.pauses is None else sound.pauses
     times = _frame_times(sound)
@@ -460,7 +460,7 @@ def speech_frames(sound: _SoundFrames, least: float = _PAUSE) -> tuple[np.ndarra
     inside = (at >= 0) & (times < pauses[at, 1]) if len(pauses) else np.zeros(len(times), bool)
     return ~inside & (times < sound.seconds), pauses
 
-def _frame_times(sound: _SoundFrames) -> np.ndarray:   # (F,) s
+def _frame_times(sound: SoundFrames) -> np.ndarray:   # (F,) s
     "The middle of each frame."
     return np.arange(len(sound.mel)) * hop_length(sound.rate) / sound.rate + WIDTH / 2
 
@@ -492,7 +492,7 @@ def _with_slopes(mel: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np
     return x
 
 # %% ../../nbs/data/align.ipynb #ae25f35f
-class _SpokenSentence(NamedTuple):
+class SpokenSentence(NamedTuple):
     "A sentence as espeak-ng says it."
     mel: np.ndarray       # (F, C)
     keep: np.ndarray      # (F,) bool, no pause
@@ -503,7 +503,7 @@ def speak_sentences(
     language: str,
     progress: Callable = lambda done, total: None,
     least: float = _PAUSE,   # s, the shortest pause that is left out
-) -> list[_SpokenSentence]:
+) -> list[SpokenSentence]:
     "The sentences as espeak-ng says them."
     spoken = []
     for done, sentence in enumerate(sentences, 1):
@@ -511,7 +511,7 @@ def speak_sentences(
         sound = _measure_sound(wav.astype(np.float32) / 2**15, rate)
         keep = speech_frames(sound, least)[0]
         if keep.sum() < 3: keep[:3] = True
-        spoken.append(_SpokenSentence(sound.mel, keep, _word_frames(sentence, marks, keep, rate)))
+        spoken.append(SpokenSentence(sound.mel, keep, _word_frames(sentence, marks, keep, rate)))
         progress(done, len(sentences))
     return spoken
 
@@ -528,7 +528,7 @@ def _word_frames(sentence: Sentence, marks: list, keep: np.ndarray, rate: int) -
 
 # %% ../../nbs/data/align.ipynb #b55ccf8e
 @dataclass
-class _TextFrames:
+class TextFrames:
     "The text as sound."
     y: np.ndarray           # (M, D) float32, the frames of all sentences
     starts: np.ndarray      # (S + 1,) the first frame of each sentence, and the end
@@ -555,7 +555,7 @@ class _TextFrames:
             yield int(order[at])
 
 # %% ../../nbs/data/align.ipynb #a2b15183
-def comparable(sound: _SoundFrames, spoken: list[_SpokenSentence]) -> tuple[Speech, _TextFrames]:
+def comparable(sound: SoundFrames, spoken: list[SpokenSentence]) -> tuple[Speech, TextFrames]:
     "Both sounds in frames that can be compared; raises `UserError` for a silent recording."
     keep, pauses = speech_frames(sound)
     if sound.level.max(initial=-100) < -80 or keep.sum() < 25:
@@ -569,11 +569,11 @@ def comparable(sound: _SoundFrames, spoken: list[_SpokenSentence]) -> tuple[Spee
     said = np.concatenate([m[s.keep] for m, s in zip(mels, spoken)])
     mean, deviation = said.mean(0), said.std(0) + 0.1
     y = [_with_slopes(m, mean, deviation)[s.keep] for m, s in zip(mels, spoken)]
-    model = _TextFrames(np.concatenate(y), np.cumsum([0, *map(len, y)]), [s.words for s in spoken])
+    model = TextFrames(np.concatenate(y), np.cumsum([0, *map(len, y)]), [s.words for s in spoken])
     before = _pauses_before(sound, keep, pauses)
     return Speech(x, _frame_times(sound)[keep], before, pauses, _null_cost(x, model.y)), model
 
-def _pauses_before(sound: _SoundFrames, keep: np.ndarray, pauses: np.ndarray) -> np.ndarray:   # (T + 1,) int
+def _pauses_before(sound: SoundFrames, keep: np.ndarray, pauses: np.ndarray) -> np.ndarray:   # (T + 1,) int
     "The longest pause between each kept frame and the one before it, and at the end; -1 for none."
     ends = np.concatenate([[-1], _frame_times(sound)[keep], [sound.seconds + 1]])
     last = np.searchsorted(pauses[:, 0], ends, 'right')   # how many pauses began before each
@@ -602,7 +602,7 @@ def _null_cost(x: np.ndarray, y: np.ndarray) -> np.ndarray:   # (T,) float32
 # %% ../../nbs/data/align.ipynb #c064daa6
 class _Search:
     "The best paths up to a frame of the recording, and where each sentence on them began."
-    def __init__(self, model: _TextFrames):
+    def __init__(self, model: TextFrames):
         self.model, count = model, len(model.starts) - 1
         self.cost = np.full(model.starts[-1], _FAR, np.float32)       # of paths that end at each state
         self.began = np.zeros(model.starts[-1], np.int32)            # frame at which their sentence began
@@ -684,13 +684,13 @@ def _search_block(search: _Search, speech: Speech, edge: np.ndarray,
     search.gap[last + 1:] = gap[-1] + _SKIP * np.arange(1, len(search.gap) - last, dtype=np.float32)
     return np.stack(rows)
 
-class _Match(NamedTuple):
+class Match(NamedTuple):
     "A sentence in the recording."
     sentence: int
     begin: int      # frame of the speech
     end: int        # one after the last
 
-def align(speech: Speech, model: _TextFrames, progress: Callable = lambda done, total: None) -> list[_Match]:
+def align(speech: Speech, model: TextFrames, progress: Callable = lambda done, total: None) -> list[Match]:
     "The sentences that are spoken, in order, by the best path."
     search, edge, blocks = _Search(model), _edge_cost(speech), []
     for begin in range(0, len(speech.x), _BLOCK):
@@ -699,7 +699,7 @@ def align(speech: Speech, model: _TextFrames, progress: Callable = lambda done, 
         progress(min(begin + _BLOCK, len(speech.x)), len(speech.x))
     return _traced(blocks, len(speech.x), int(search.gap.argmin()))
 
-def _traced(blocks: list, t: int, gap: int) -> list[_Match]:
+def _traced(blocks: list, t: int, gap: int) -> list[Match]:
     "Follow the best path back from frame `t` and its gap."
     found = []
     while t > 0:
@@ -710,26 +710,26 @@ def _traced(blocks: list, t: int, gap: int) -> list[_Match]:
         elif (what := rows[(t - 1) % _BLOCK, column]) == _STAY: t -= 1
         elif what == _LEFT_OUT: gap -= 1
         else:
-            found.append(_Match(gap - 1, t - int(what), t))
+            found.append(Match(gap - 1, t - int(what), t))
             t, gap = t - int(what), gap - 1
     return found[::-1]
 
 # %% ../../nbs/data/align.ipynb #1b2e5ab4
-class _Fit(NamedTuple):
+class Fit(NamedTuple):
     "A sentence word by word."
-    match: _Match
+    match: Match
     score: float           # mean gain of a frame over wrong text
     path: np.ndarray       # (end - begin,) the frame of the sentence at each frame of the recording
 
-def _fit_words(match: _Match, speech: Speech, model: _TextFrames) -> _Fit:
+def _fit_words(match: Match, speech: Speech, model: TextFrames) -> Fit:
     "The path through one sentence."
     local = _local_costs(match, speech, model)
     costs, steps = map(np.array, zip(*_rows(local)))
     path, at = np.zeros(len(local), np.int32), local.shape[1] - 1
     for t in range(len(local) - 1, -1, -1): path[t], at = at, max(0, at - int(steps[t, at]))
-    return _Fit(match, -float(costs[-1, -1]) / len(local), path)
+    return Fit(match, -float(costs[-1, -1]) / len(local), path)
 
-def _local_costs(match: _Match, speech: Speech, model: _TextFrames) -> np.ndarray:   # (T, M)
+def _local_costs(match: Match, speech: Speech, model: TextFrames) -> np.ndarray:   # (T, M)
     "What each frame of the recording costs at each of the sentence, over wrong text."
     y = model.y[slice(*model.starts[match.sentence:match.sentence + 2])]
     return distances(speech.x[match.begin:match.end], y) - speech.null[match.begin:match.end, None]
@@ -749,7 +749,7 @@ def _rows(local: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:   # (M,
 _BROUGHT = 0.5   # less than this share of the mean gain is brought by sound that is not of the sentence ...
 _LEAST = 5       # ... from this many frames on
 
-def _without_foreign(fit: _Fit, speech: Speech, model: _TextFrames) -> _Fit:
+def _without_foreign(fit: Fit, speech: Speech, model: TextFrames) -> Fit:
     "A sentence without sound at its ends that the path was only led over, as far as a pause divides it."
     local, most = _local_costs(fit.match, speech, model), int(0.6 * len(fit.path))
     begin, end = fit.match.begin, fit.match.end
@@ -758,14 +758,14 @@ def _without_foreign(fit: _Fit, speech: Speech, model: _TextFrames) -> _Fit:
         few = _BROUGHT * fit.score
         return max((k for k in range(_LEAST, most) if speech.pause[pause(k)] >= 0
                     and gains[-1] - gains[-1 - k] < few * k), default=0)
-    match = _Match(fit.match.sentence, begin + foreign(local[::-1, ::-1], lambda k: begin + k),
-                   end - foreign(local, lambda k: end - k))
+    match = Match(fit.match.sentence, begin + foreign(local[::-1, ::-1], lambda k: begin + k),
+                  end - foreign(local, lambda k: end - k))
     return fit if match == fit.match or match.end - match.begin < _LEAST else _fit_words(match, speech, model)
 
 # %% ../../nbs/data/align.ipynb #338218ae
 _LEAD, _SHARE = 0.45, 0.4   # least lead of a sentence, in gain of a frame and as a share of the median lead
 
-def _lead_of(fit: _Fit, speech: Speech, model: _TextFrames, others: int = 4) -> float:
+def _lead_of(fit: Fit, speech: Speech, model: TextFrames, others: int = 4) -> float:
     "By how much a sentence fits better than the best of others of its length, which say something else."
     frames = lambda i: model.y[slice(*model.starts[i:i + 2])]
     own = frames(fit.match.sentence)   # as each time that the text says it again
@@ -773,7 +773,7 @@ def _lead_of(fit: _Fit, speech: Speech, model: _TextFrames, others: int = 4) -> 
     tried = [_fit_words(fit.match._replace(sentence=i), speech, model).score for i in other]
     return fit.score - max(tried, default=0.)
 
-def found_sentences(matches: list[_Match], speech: Speech, model: _TextFrames) -> list[_Fit]:
+def found_sentences(matches: list[Match], speech: Speech, model: TextFrames) -> list[Fit]:
     "The sentences that are surely spoken where they were found."
     fits = [_fit_words(match, speech, model) for match in matches]
     leads = np.array([_lead_of(fit, speech, model) for fit in fits])

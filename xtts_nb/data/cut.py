@@ -23,15 +23,15 @@ import numpy as np
 
 from ..config import UserError
 from .align import (
-    align, comparable, distances, EDGE, find_pauses, _Fit, found_sentences, FRAME, _frame_times,
+    align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, _frame_times,
     hop_length,
-    _loud_edges, _Match, _measure_file, _measure_part, _no_space_after, _PAUSE, read_paragraphs, Sentence,
-    _SoundFrames, speak_sentences, Speech, _SpokenSentence, speech_frames, spoken_sentence, STEP,
+    _loud_edges, Match, _measure_file, _measure_part, _no_space_after, _PAUSE, read_paragraphs, Sentence,
+    SoundFrames, speak_sentences, Speech, SpokenSentence, speech_frames, spoken_sentence, STEP,
     _SUBTITLES,
-    text_sentences, _TextFrames)
+    text_sentences, TextFrames)
 from .audio import open_audio, wav_bytes
 from .corpora import (
-    _Beside, _check_language, Clip, _DAMAGED, read_corpus, read_lines, reason_kind, _SUFFIXES, _TEXTS)
+    _Beside, _check_language, Clip, _DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, _TEXTS)
 from .espeak import espeak_files
 from .pages import cuts_page
 from .. import __version__
@@ -65,7 +65,7 @@ def _edge(speech: Speech, frame: int, low: int, high: int) -> int:
     near = [f for f in range(low, high + 1) if speech.pause[f] >= 0]
     return min(near, key=lambda f: abs(f - frame) + EDGE * np.exp(-speech.silence[f] / 0.15), default=frame)
 
-def _with_edges(fits: list[_Fit], speech: Speech) -> list[_Match]:
+def _with_edges(fits: list[Fit], speech: Speech) -> list[Match]:
     "The sentences with their edges at pauses."
     matches = []
     for i, fit in enumerate(fits):
@@ -74,19 +74,19 @@ def _with_edges(fits: list[_Fit], speech: Speech) -> list[_Match]:
         first, last = max(fit.match.begin, low), fit.match.end
         begin = _edge(speech, first, max(low, first - _NEAR), min(last - 1, first + _WITHIN))
         end = _edge(speech, last, max(begin + 1, last - _WITHIN), min(high, last + _NEAR))
-        matches.append(_Match(fit.match.sentence, begin, end))
+        matches.append(Match(fit.match.sentence, begin, end))
     return [_with_rest(*three, speech) for three in zip([None, *matches], matches, [*matches[1:], None])]
 
-def _with_rest(before: _Match | None, match: _Match, after: _Match | None, speech: Speech) -> _Match:
+def _with_rest(before: Match | None, match: Match, after: Match | None, speech: Speech) -> Match:
     "A sentence with a syllable that lies between it and the next one, if the pause on its side is shorter."
     begin, end, silence = match.begin, match.end, speech.silence
     if after and 0 < after.begin - end <= _REST and silence[end] < silence[after.begin]: end = after.begin
     if before and 0 < begin - before.end <= _REST and silence[begin] <= silence[before.end]:
         begin = before.end
-    return _Match(match.sentence, begin, end)
+    return Match(match.sentence, begin, end)
 
 # %% ../../nbs/data/cut.ipynb #58b19dc0
-def _word_at(fit: _Fit, frame: int, pause: float, sentence: Sentence, words: list[int]) -> int | None:
+def _word_at(fit: Fit, frame: int, pause: float, sentence: Sentence, words: list[int]) -> int | None:
     "The word that begins after a pause before `frame`; None if that is not sure."
     place = fit.path[min(frame - fit.match.begin, len(fit.path) - 1)]
     after_mark = lambda k: sentence.text[:sentence.words[k]].rstrip().endswith(_MARKS)
@@ -96,7 +96,7 @@ def _word_at(fit: _Fit, frame: int, pause: float, sentence: Sentence, words: lis
     if after_mark(best): return best if pause >= 0.15 else None
     return best if pause >= 0.25 and 2 <= best <= len(words) - 2 else None
 
-def _pieces_of(fit: _Fit, match: _Match, sentence: Sentence, speech: Speech,
+def _pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech,
                words: list[int]) -> list[_CutPiece]:
     "A sentence in pieces, cut at the pauses within it whose place in the text is sure."
     cuts, last = [(match.begin, 0)], 0
@@ -120,7 +120,7 @@ def _pieces_of(fit: _Fit, match: _Match, sentence: Sentence, speech: Speech,
     return pieces
 
 # %% ../../nbs/data/cut.ipynb #50f8b265
-def _chains(fits: list[_Fit], speech: Speech, model: _TextFrames,
+def _chains(fits: list[Fit], speech: Speech, model: TextFrames,
             sentences: list[Sentence]) -> list[list[_CutPiece]]:
     "The pieces of all sentences; a chain ends where there is sound without text."
     found, before = [], None
@@ -225,10 +225,10 @@ class _Recording(NamedTuple):
 
 def _join_sounds(
     paths: list[Path],
-    sounds: list[_SoundFrames],
+    sounds: list[SoundFrames],
     gap: float = _GAP,            # s
     least: float = _PAUSE,        # s, the shortest pause
-) -> tuple[_SoundFrames, list[_Recording]]:
+) -> tuple[SoundFrames, list[_Recording]]:
     "The frames of recordings one after the other."
     frame = hop_length(sounds[0].rate) / sounds[0].rate
     more, at, mel, pauses, recordings = round(gap / frame), 0, [], [], []
@@ -241,7 +241,7 @@ def _join_sounds(
         pauses.append([[recordings[-1].begin + sound.seconds / scale, at * frame]])
     level = np.concatenate([s.level for s in sounds])
     bands = min(s.bands for s in sounds)
-    whole = _SoundFrames(sounds[0].rate, at * frame, np.concatenate(mel), level, bands)
+    whole = SoundFrames(sounds[0].rate, at * frame, np.concatenate(mel), level, bands)
     whole.pauses = _merged(np.concatenate(pauses))
     return whole, recordings
 
@@ -276,7 +276,7 @@ def _with_a_name(path: Path) -> Path:
 
 def _recordings_in(folder: Path) -> list[Path]:
     "In the order of their names, without what a system hides there."
-    found = (p for p in folder.iterdir() if p.suffix.lower() in _SUFFIXES and not p.name.startswith('.'))
+    found = (p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith('.'))
     return sorted(found, key=_natural)
 
 def _find_recordings(source: Path) -> list[Path]:
@@ -286,7 +286,7 @@ def _find_recordings(source: Path) -> list[Path]:
         raise UserError(f'{source}: there is no such file; give a recording, or a folder of recordings.')
     folders = (p for p in sorted(source.iterdir(), key=_natural) if p.is_dir())
     found = _recordings_in(source) or [p for folder in folders for p in _recordings_in(folder)]
-    if not found: raise UserError(f'{source}: holds no recordings ({", ".join(_SUFFIXES)}).')
+    if not found: raise UserError(f'{source}: holds no recordings ({", ".join(SUFFIXES)}).')
     return [*map(_with_a_name, found)]
 
 # %% ../../nbs/data/cut.ipynb #c0700034
@@ -299,7 +299,7 @@ def _usable_recordings(paths: list[Path]) -> tuple[dict[Path, float], dict[Path,
         try: seconds[path] = _seconds(path)
         except UserError as e: faults[path] = _fault(path, e)
     seconds = {path: length or _ALONE for path, length in seconds.items()}
-    kind = lambda path: _SUFFIXES.index(path.suffix.lower()) if path.suffix.lower() in _SUFFIXES else -1
+    kind = lambda path: SUFFIXES.index(path.suffix.lower()) if path.suffix.lower() in SUFFIXES else -1
     for path in sorted(seconds, key=kind): used.setdefault(path.with_suffix(''), path)
     for path in [path for path in seconds if used[path.with_suffix('')] != path]:
         faults[path] = f'the same recording in another format is used: {used[path.with_suffix("")].name}'
@@ -349,7 +349,7 @@ def _nothing_left(paths: list[Path], faults: dict[Path, str]) -> UserError:
     return UserError(f'{path.parent}: no recording can be read or cut; the first, {path.name}: {reason}.')
 
 # %% ../../nbs/data/cut.ipynb #c0700033
-def _measure_recordings(paths: list[Path], progress: Callable) -> tuple[_SoundFrames, list[_Recording], dict]:
+def _measure_recordings(paths: list[Path], progress: Callable) -> tuple[SoundFrames, list[_Recording], dict]:
     "The frames of all recordings; and the reasons why some cannot be read."
     sounds, faults = {}, {}
     for path in paths:
@@ -441,7 +441,7 @@ def _write_transcript(folder: Path, paragraphs: list[str]):
     (folder / _TRANSCRIPT).write_text(''.join(f'{p}\n\n' for p in paragraphs), encoding='utf-8', newline='\n')
 
 # %% ../../nbs/data/cut.ipynb #87b4c53b
-def _check_share(fits: list[_Fit], sentences: list[Sentence], speech: Speech, source, text):
+def _check_share(fits: list[Fit], sentences: list[Sentence], speech: Speech, source, text):
     "Raise `UserError` if the text is of something else."
     share = len(fits) / len(sentences)
     filled = sum(f.match.end - f.match.begin for f in fits) / len(speech.x)
@@ -451,7 +451,7 @@ def _check_share(fits: list[_Fit], sentences: list[Sentence], speech: Speech, so
         f'{filled:.0%} of the speech; give the text of this recording, and its `language`.')
 
 def _find_clips(
-    sound: _SoundFrames, sentences: list[Sentence], spoken: list[_SpokenSentence], source, text,
+    sound: SoundFrames, sentences: list[Sentence], spoken: list[SpokenSentence], source, text,
     progress: Callable = lambda done, total: None,
 ) -> dict:   # clips, dropped, missing
     "What `cut_corpus` writes."
@@ -534,7 +534,7 @@ def _write(folder: Path, clips: list[dict]) -> list[dict]:   # dropped
             kept += some
             for clip in some:
                 text, file = _cell(clip['text']), Path(clip['file'])
-                cell = file.stem if file.suffix in _SUFFIXES else file.name
+                cell = file.stem if file.suffix in SUFFIXES else file.name
                 table.write('|'.join((cell, text, text, _cell(clip['speaker']), clip['language'])) + '\n')
     clips[:] = kept
     return dropped
@@ -784,7 +784,7 @@ _WRONG, _CLEAR, _ALIKE = 1.3, 1.9, 1.1
 class _Judged(NamedTuple):
     "A clip with what is known of it."
     clip: Clip
-    sound: _SoundFrames
+    sound: SoundFrames
     sentence: Sentence
     words: list[int]       # the first frame of each word
     fit: _ClipFit
@@ -894,7 +894,7 @@ def _lengths(clips: list[Clip], faults: dict) -> dict[Clip, float]:
     return seconds
 
 # %% ../../nbs/data/cut.ipynb #c0700045
-def _measured(clips: list[Clip], faults: dict) -> dict[Clip, _SoundFrames]:
+def _measured(clips: list[Clip], faults: dict) -> dict[Clip, SoundFrames]:
     "The frames of each clip; `faults` gets the reasons of others. Each recording is read once."
     sounds = {}
     for path, some in groupby(sorted(clips, key=lambda c: (str(c.path), c.start)), lambda c: c.path):

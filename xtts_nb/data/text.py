@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CLEANERS', 'TEXT_STOP', 'fold_language', 'needs', 'one_by_one', 'clean', 'pinyin', 'clean_for', 'Tokenizer',
-           'learn_merges', 'train_tokenizer', 'pad_ids', 'plain_markdown', 'NothingToSay']
+           'learn_merges', 'train_tokenizer', 'pad_ids', 'plain_markdown', 'Speakable', 'NothingToSay']
 
 # %% ../../nbs/data/text.ipynb #179a820b
 import html
@@ -765,7 +765,7 @@ def plain_markdown(
     return _ADDRESS.sub(r'\1', said)   # its path cannot be said
 
 # %% ../../nbs/data/text.ipynb #b1328290
-class _Speakable(NamedTuple):
+class Speakable(NamedTuple):
     "A text as a model can say it, and what had to be left out for it."
     text: str
     dropped: list[str]   # marks and emoji
@@ -788,7 +788,7 @@ def _instead(self: Tokenizer, c: str, language: str) -> str:
     return next((x for x in plainer if x and x != c and not self.unknown(x, language)), '')
 
 @patch
-def speakable(self: Tokenizer, text: str, language: str) -> _Speakable:
+def speakable(self: Tokenizer, text: str, language: str) -> Speakable:
     "What of a text can be said: no Markdown, and no character that the vocabulary lacks."
     language = self.language(language)
     read = plain_markdown(text, language)
@@ -803,4 +803,4 @@ def speakable(self: Tokenizer, text: str, language: str) -> _Speakable:
         said = re.sub(rf'(?<=\w)[{between}]+(?=\w)', ' ', said)   # between two words
         said = re.sub(rf'[{between}]+', '', said)
     marks = {c for c in {*text} - {*read} | gone if not (c.isspace() or c.isalnum()) and _tidy(c)}
-    return _Speakable(_squeeze(said), sorted(marks), sorted(filter(str.isalnum, gone)))
+    return Speakable(_squeeze(said), sorted(marks), sorted(filter(str.isalnum, gone)))

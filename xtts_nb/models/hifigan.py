@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import ops
 
 from ..config import DecoderTraining, XTTSConfig
-from ..files import _check_tensor, load_weights, named_weights, _open_weights
+from ..files import _check_tensor, load_weights, named_weights, open_weights
 
 # %% ../../nbs/models/hifigan.ipynb #3ade5b3e
 def stretch(
@@ -221,7 +221,7 @@ def _load_decoder(
     "The decoder in `path`, folded; raises `UserError` if a tensor is missing or has another shape."
     decoder = HiFiGAN(config)
     variables = named_weights(decoder, 'decoder/')
-    with _open_weights(path) as file:
+    with open_weights(path) as file:
         stored = set(file.keys())
         pairs = {n: (n + a, n + b) for n in variables for a, b in _WEIGHT_NORM_PAIRS if n + b in stored}
         for name, (length, direction) in pairs.items():
@@ -234,7 +234,7 @@ def _load_decoder(
 
 def _load_hifigan(path, config: XTTSConfig) -> tuple[HiFiGAN, SpeakerEncoder] | None:
     "Decoder and speaker encoder in `path`, None if it holds neither; raises `UserError` as `_load_decoder`."
-    with _open_weights(path) as file:
+    with open_weights(path) as file:
         if not any(name.startswith(('decoder/', 'speaker/')) for name in file.keys()): return None
     encoder = SpeakerEncoder(config)
     load_weights(path, named_weights(encoder, 'speaker/'))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import UserError
 from ..data.sentences import break_places, PARAGRAPH, _sentences, sentences, separable, SPACE
-from ..data.text import NothingToSay, plain_markdown, _Speakable
+from ..data.text import NothingToSay, plain_markdown, Speakable
 from .generate import piece_seeds, Speaker
 
 # %% ../../nbs/speech/long.ipynb #7335a827
@@ -147,7 +147,7 @@ class _Spoken(NamedTuple):
     piece: _TextPiece
     report: list[dict]     # what was found in it and what was done about it
 
-def _notes(said: _Speakable) -> tuple:
+def _notes(said: Speakable) -> tuple:
     "What becomes of the characters that cannot be said, as entries of a report."
     kinds = ('cannot be said', said.dropped), ('unknown letters', said.unknown)
     shown = lambda c: c if c.isprintable() else f'U+{ord(c):04X}'

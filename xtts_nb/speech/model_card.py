@@ -13,7 +13,7 @@ from ..bench import rows_markdown
 from ..config import XTTSConfig
 from ..data.cache import Cache
 from ..data.corpora import visible
-from .evaluate import _Evaluation, Trial
+from .evaluate import Evaluation, Trial
 from .scores import _number, SOUND_SOURCES
 
 # %% ../../nbs/speech/model_card.ipynb #3cfcdf81
@@ -29,7 +29,7 @@ def _samples(trials: list[Trial], most: int = 3) -> str:
     return '\n'.join(f'- {plain(trial.clip.text)}: [model](wavs/{k:03d}-model.wav), '
                      f'[recording](wavs/{k:03d}-recording.wav)' for k, trial in enumerate(trials[:most]))
 
-def _scores_markdown(scores: list[dict]) -> str:   # of `_Evaluation`
+def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
     "The medians of what is offered."
     rows = [{'name': f'{s["name"]}, {s["unit"]}'.rstrip(', ')} |
             {shown: _number(s.get(k, {}).get('median')) for k, shown in SOUND_SOURCES.items()}
@@ -43,7 +43,7 @@ def _scores_markdown(scores: list[dict]) -> str:   # of `_Evaluation`
 _TRAINED = {'whole': 'all weights', 'lora': 'adapters next to the weights (LoRA)', 'rows': 'new tokens alone'}
 
 def model_card(
-    evaluation: _Evaluation,
+    evaluation: Evaluation,
     config: XTTSConfig,
     run: dict = {},                # noqa: B006 -- the facts of its run, only read; empty: not known
     cache: Cache | None = None,    # that it was trained on

@@ -15,7 +15,7 @@ from ..data.audio import save_audio
 from ..data.corpora import visible
 from ..files import check_results, has_keys, write_json
 from ..report import facts, heading, picture, player, plot_mels, write_report
-from .evaluate import _Evaluation
+from .evaluate import Evaluation
 from .scores import _AUDIO, _badness, _number, SCORES, SOUND_SOURCES
 
 # %% ../../nbs/speech/score_page.ipynb #5055f96b
@@ -69,7 +69,7 @@ def _score_row(score: dict, sources: list[str]) -> str:
     cells.append(f'<td>{_scale(score)}</td>' if score['offered'] else f'<td colspan="{beside}"></td>')
     return f'<tr{"" if score["offered"] else " class=off"}>{"".join(cells)}</tr>'
 
-def scores_table(scores: list[dict]) -> str:   # of `_Evaluation`
+def scores_table(scores: list[dict]) -> str:   # of `Evaluation`
     "The scores as HTML, those that are not offered at the end."
     sources = [name for name in SOUND_SOURCES if any(name in s for s in scores)]
     key = ''.join(f'<span><i style="background:{_SOURCE_COLOURS[name]}"></i>{SOUND_SOURCES[name]}</span>'
@@ -80,7 +80,7 @@ def scores_table(scores: list[dict]) -> str:   # of `_Evaluation`
             f'<div class="wide"><table class="scores"><tr>{head}</tr>{rows}</table></div>')
 
 # %% ../../nbs/speech/score_page.ipynb #533591ad
-def _trial_section(evaluation: _Evaluation, k: int, folder: Path) -> list[str]:
+def _trial_section(evaluation: Evaluation, k: int, folder: Path) -> list[str]:
     "One clip: its mels, and players of what was scored."
     clip, pieces = evaluation.trials[k].clip, []
     sounds = {name: evaluation.sounds[source][k] for source, name in list(SOUND_SOURCES.items())[:4]}
@@ -99,7 +99,7 @@ def _check_report(folder: str | Path):
                   lambda: has_keys(Path(folder) / 'scores.json', 'scores', 'clips'))
 
 def evaluation_report(
-    evaluation: _Evaluation,
+    evaluation: Evaluation,
     folder: str | Path,      # receives `report.html`, `scores.json` and `wavs`
     most: int = 8,           # clips to listen to
 ) -> Path:

@@ -186,7 +186,7 @@ def _row(name: str, fault: str, values: dict | None = None) -> dict:
     row = {'score': name, 'name': score.name, 'unit': score.unit, 'offered': not fault, 'fault': fault}
     return row | (values or {})
 
-def judged(row: dict) -> dict:   # of `_Evaluation`; of an older record too
+def judged(row: dict) -> dict:   # of `Evaluation`; of an older record too
     "The same score, offered or not by its values; without values as it is."
     if 'recording' not in row: return row
     none = 'no clip of a language that it knows'
@@ -198,7 +198,7 @@ def _number(value: float | None) -> str:
     "Three digits; a dash for None."
     return '–' if value is None else f'{value:,.0f}' if abs(value) >= 100 else f'{round(value, 2):.3g}'
 
-def scores_text(scores: list[dict]) -> str:   # of `_Evaluation`
+def scores_text(scores: list[dict]) -> str:   # of `Evaluation`
     "The medians as a table, those that are not offered at its end, and why they are not."
     sources = [k for k in SOUND_SOURCES if any(k in s for s in scores)]
     rows = [('', *map(SOUND_SOURCES.get, sources))]

@@ -17,11 +17,11 @@ from fastcore.basics import patch
 from ..config import UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, _one_reader, _reader_of
 from ..data.cache import Cache, Column
-from ..devices import card_names, DevicePlan, _in_cluster, to_device
+from ..devices import card_names, DevicePlan, in_cluster, to_device
 from ..files import fingerprint
 from ..models.gpt import GPT
 from ..models.xtts import XTTS
-from .dual import Feed, _SoundReader
+from .dual import Feed, SoundReader
 from .runs import new_run
 from .step import compile_step, token_counts, Update
 from .trainer import Trainer, _epochs_to_steps
@@ -42,7 +42,7 @@ def _slurm_workers() -> tuple[list[str], int]:
 
 def _cluster_resolver() -> tf.distribute.cluster_resolver.ClusterResolver | None:
     "The workers that `TF_CONFIG` or else Slurm names; None where this process works alone."
-    if not _in_cluster(): return None
+    if not in_cluster(): return None
     if os.environ.get('TF_CONFIG'): found = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     else:
         workers, index = _slurm_workers()
@@ -107,7 +107,7 @@ class ShareReader:
         whole['weight'] = weight
         return self.own(step) | {_WHOLE + name: x for name, x in whole.items()}
 
-def _share_sounds(share: Share) -> ShareReader: return ShareReader(share, _SoundReader(share))
+def _share_sounds(share: Share) -> ShareReader: return ShareReader(share, SoundReader(share))
 
 def _code_feed(
     config: XTTSConfig,

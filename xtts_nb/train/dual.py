@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RING', 'Span', 'Batches', 'SerialBatches', 'by_stage', 'overlap', 'plot_timeline', 'PipelineClosed', 'Pipeline',
-           'sound_batches', 'finish_batch', 'Feed', 'dual_trainer', 'run_feed', 'pipeline_table']
+           'SoundReader', 'sound_batches', 'finish_batch', 'Feed', 'dual_trainer', 'run_feed', 'pipeline_table']
 
 # %% ../../nbs/40_dual_gpu.ipynb #4d465564
 import itertools
@@ -248,7 +248,7 @@ class Pipeline(Batches):
 # %% ../../nbs/40_dual_gpu.ipynb #3e429d3c
 _SOUNDS = 'wav', 'reference_wav', 'reference_length', 'coded', 'mel_length'   # used up by `finish_batch`
 
-class _SoundReader(WavReader):
+class SoundReader(WavReader):
     "Samples of clips and references of a runtime cache, with a mask for their codes."
     def __init__(self, plan: BatchPlan):
         super().__init__(plan, np.ones(plan.cache.config.model.audio.n_mels))
@@ -262,7 +262,7 @@ class _SoundReader(WavReader):
 
 def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
     "Read batches of samples (B, N) of steps first, first + 1, ...; `UserError` for an unreadable recording."
-    make = getattr(plan, 'sound_reader', _SoundReader)   # a worker's share of a plan has its own
+    make = getattr(plan, 'sound_reader', SoundReader)   # a worker's share of a plan has its own
     data = plan.data.model_copy(update={'prefetch_to_gpu': False})
     try:
         with tf.device('CPU:0'): source = iter(batches_of(_one_reader(plan, make), data, first, last))
@@ -282,7 +282,7 @@ def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
 
 # %% ../../nbs/40_dual_gpu.ipynb #cc25a88d
 def finish_batch(
-    batch: dict,          # from `_SoundReader`
+    batch: dict,          # from `SoundReader`
     dvae,
     config: XTTSConfig,
 ) -> dict:                # as from `CacheReader`

@@ -26,7 +26,7 @@ from ..config import _control_groups, PartTraining, UserError
 from ..data.native import BatchPlan
 from ..devices import _products_in_tf32, put_back, to_device
 from ..files import (
-    append_line, atomic_file, load_weights, locked, _open_weights, PART, read_json, read_json_lines,
+    append_line, atomic_file, load_weights, locked, open_weights, PART, read_json, read_json_lines,
     save_weights, write_json)
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
@@ -70,7 +70,7 @@ def _load_checkpoint(
     variables: dict,       # {name: variable} to fill
 ) -> dict:                 # the facts, `step` among them
     "Restore a state; raises `UserError` naming what is missing or has another shape, or the changed setting."
-    with _open_weights(path) as file: known = {*file.keys()}
+    with open_weights(path) as file: known = {*file.keys()}
     if key := _changed_setting(variables.keys() - known, known):
         raise UserError(f'{path}: was saved with another {key}; give the value that the run began with, or '
                         'begin a new run from its model, with `model`.')
@@ -158,7 +158,7 @@ def _newest_whole(run: Path) -> Path | None:
     saved, torn = checkpoints(run / 'checkpoints'), []
     for path in reversed(saved):
         try:
-            with _open_weights(path): break
+            with open_weights(path): break
         except UserError as e:
             if path == saved[0]: raise
             torn.append((path, e))
