@@ -123,9 +123,6 @@ _OPTIONS = {   # short name -> key
     'prefetch_buffer_size': 'data.prefetch_buffer_size', 'prefetch_to_gpu': 'data.prefetch_to_gpu',
     'preprocessing_mode': 'data.preprocessing_mode', 'enable_static_shapes': 'data.pad_to_fixed_length'}
 
-# of `plan_devices`
-_DEVICE_OPTIONS = 'data_gpu', 'model_gpu', 'enable_memory_isolation', 'data_gpu_memory', 'model_gpu_memory'
-
 def option_keys(options: dict) -> dict:   # {short name or key: value}; a short name with None: not given
     "The same with keys only; raises `UserError` for a name that is neither."
     given = {name: value for name, value in options.items() if value is not None or '.' in name}

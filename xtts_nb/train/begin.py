@@ -20,7 +20,7 @@ from ..data.text import Tokenizer
 from ..devices import DevicePlan, in_cluster, setup_devices
 from ..files import check_folder
 from ..settings import (
-    check_used, config_diff, _DEVICE_OPTIONS, flat, layers_of, nested, _RATE_KEYS, rates, Resolved, resolve,
+    check_used, config_diff, flat, layers_of, nested, _RATE_KEYS, rates, Resolved, resolve,
     _SMALL, usual_rates)
 from .caches import _corpus_cache, is_corpus, silent
 from .dual import _check_no_codes, Feed, RING
@@ -263,6 +263,9 @@ def _free_run(name: str = 'train') -> Path:
     "The first of train-1, train-2, ... that is free in the workspace."
     runs = workspace().runs
     return next(run for n in count(1) if not (run := runs / f'{name}-{n}').exists())
+
+# of `plan_devices`
+_DEVICE_OPTIONS = 'data_gpu', 'model_gpu', 'enable_memory_isolation', 'data_gpu_memory', 'model_gpu_memory'
 
 def begin(
     data: str | Path | None = None,      # cache, or corpus to prepare first; not needed to resume
