@@ -219,7 +219,7 @@ def test_a_cache_with_other_codes_or_another_tokenizer_is_refused(small, tiny, d
     for name, tokenizer, codes in (('codes', prepared.tokenizer, DVAE(small)),
                                    ('text', train_tokenizer(['zz'], ['en'], 48), dvae)):
         XTTS(tiny, tokenizer, codes).save(tmp_path / name)
-        with pytest.raises(UserError, match='another DVAE or tokenizer.*--dvae'):
+        with pytest.raises(UserError, match='another DVAE or tokenizer.*`dvae`'):
             new_decoder_run(tmp_path / 'run', tmp_path / name, prepared)
     assert not (tmp_path / 'run').exists()
 
