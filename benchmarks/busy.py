@@ -36,7 +36,7 @@ from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
 from xtts_nb.data.cache import Cache  # noqa: E402
 from xtts_nb.data.corpora import synthetic_corpus  # noqa: E402
 from xtts_nb.data.native import _BATCH, batches_of, BatchPlan  # noqa: E402
-from xtts_nb.data.prepare import prepare  # noqa: E402
+from xtts_nb.data.prepare import encode_corpus  # noqa: E402
 from xtts_nb.models.dvae import DVAE  # noqa: E402
 from xtts_nb.sampler import best_probe, Sampler, summarise_arms  # noqa: E402
 from xtts_nb.train.step import step_modes  # noqa: E402
@@ -96,7 +96,7 @@ def busy(
     keras.utils.set_random_seed(0)
     dvae = DVAE(config)
     with tempfile.TemporaryDirectory() as folder:
-        prepare(corpus, Path(folder) / 'cache', config, dvae)
+        encode_corpus(corpus, Path(folder) / 'cache', config, dvae)
         cache = Cache(Path(folder) / 'cache')
         plan = BatchPlan(cache, cache.config.data.model_copy(update={'buckets': 1}))
         every = readers(plan, np.asarray(dvae.mel_stats))

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import arguments, output, run, start  # noqa: E402
-from xtts_nb.app.demo_corpus import _DEMO_SENTENCES, _make_corpus  # noqa: E402
+from xtts_nb.app.demo_corpus import _DEMO_SENTENCES, make_corpus  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
 from xtts_nb.app.tune import _run_stage  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
@@ -261,25 +261,25 @@ def synthetic(source: Path, out: Path):
 
     def frames(path, progress):
         mel = np.random.rand(len(level) // 4, align._BANDS).astype(np.float32)
-        return align._SoundFrames(16000, seconds, mel, level, align._BANDS, pauses)
+        return align.SoundFrames(16000, seconds, mel, level, align._BANDS, pauses)
 
     def compared(sound, spoken):
-        keep = align._speech_frames(sound)[0]
+        keep = align.speech_frames(sound)[0]
         x = np.concatenate([sound.mel, sound.mel], 1)[keep]
         before = align._pauses_before(sound, keep, pauses)
         starts = np.cumsum([0, *[100] * len(spoken)])
         return (align.Speech(x, align._frame_times(sound)[keep], before, pauses, x[:, 0]),
-                align._TextFrames(x[:1], starts, [s.words for s in spoken]))
+                align.TextFrames(x[:1], starts, [s.words for s in spoken]))
 
     def fits(matches, speech, model):
         edge = np.searchsorted(speech.times, begins)
-        return [align._Fit(align._Match(i, a, b), 2., np.linspace(0, 99, b - a).astype(int))
+        return [align.Fit(align.Match(i, a, b), 2., np.linspace(0, 99, b - a).astype(int))
                 for i, (a, b) in enumerate(pairwise(edge.tolist()))]
 
     cut.measure_file, cut.comparable, cut.found_sentences = frames, compared, fits
     cut.align = lambda *speech: None
     cut.speak_sentences = lambda sentences, *more: [
-        align._SpokenSentence(None, None, [i * 100 // len(s.words) for i in range(len(s.words))])
+        align.SpokenSentence(None, None, [i * 100 // len(s.words) for i in range(len(s.words))])
         for s in sentences]
     cut_corpus(source, None, out, 'en')
 
@@ -339,7 +339,7 @@ def main():
             result = {'rows': time_growth(given.growth, tell), 'about': 'Recordings of ten minutes'}
             return output(given, 'cuts_growth', result, about='about')
         corpus = given.corpus or Path(folder) / 'demo'
-        if not given.corpus: _make_corpus(corpus, progress=partial(tell, 'speak'))
+        if not given.corpus: make_corpus(corpus, progress=partial(tell, 'speak'))
         clips = read_corpus(corpus)[0]
         rows, faults = cut_all(clips, given.orders, tell), check_all(clips, given.orders, tell)
     result = {'rows': rows, 'faults': faults, 'about': f'{len(clips)} clips of {corpus.name}, joined'}

@@ -29,7 +29,7 @@ from xtts_nb.app.speed import _ARMS  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import XTTSConfig  # noqa: E402
 from xtts_nb.models.gpt import TransformerBlock, causal_mask  # noqa: E402
-from xtts_nb.models.xtts import _POLICIES  # noqa: E402
+from xtts_nb.models.xtts import POLICIES  # noqa: E402
 from xtts_nb.train.step import AdamW, compile_step  # noqa: E402
 
 
@@ -40,7 +40,7 @@ def plain_gpt2(
 ):                             # (ids (B, L + 1)) -> loss
     "One update of a GPT-2 made of our blocks, without dropout, compiled as the training section says."
     gpt, training = config.model.gpt, config.training.gpt
-    policy = _POLICIES[training.precision]
+    policy = POLICIES[training.precision]
     keras.utils.set_random_seed(training.seed)
     ids = keras.Input((tokens,), dtype='int32')
     embed = lambda n: keras.layers.Embedding(n, gpt.hidden_dim, keras.initializers.RandomNormal(stddev=0.02),

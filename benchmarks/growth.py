@@ -54,7 +54,7 @@ from xtts_nb.bench import COLOURS, png_bytes, rows_markdown  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig, setup_tf  # noqa: E402
 from xtts_nb.data import prepare as preparing  # noqa: E402
 from xtts_nb.data.audio import save_audio, synthetic_voice  # noqa: E402
-from xtts_nb.data.prepare import Loudness, prepare, _ShardMaker  # noqa: E402
+from xtts_nb.data.prepare import Loudness, encode_corpus, _ShardMaker  # noqa: E402
 from xtts_nb.files import read_json, write_json  # noqa: E402
 from xtts_nb.models.dvae import parameter_count, without_values  # noqa: E402
 from xtts_nb.models.gpt import GPT  # noqa: E402
@@ -310,9 +310,9 @@ def prepare_hours(hours: int, frames: str) -> dict:
     if frames == 'synthetic': synthetic_frames()
     with tempfile.TemporaryDirectory() as folder:
         for name in ('a', 'b'): spoken_corpus(Path(folder) / name, clips if name == 'b' else 64)
-        prepare(Path(folder) / 'a', Path(folder) / 'first', config, Loudness())   # imports, traces
+        encode_corpus(Path(folder) / 'a', Path(folder) / 'first', config, Loudness())   # imports, traces
         start, before, cpu = time.perf_counter(), peak_mb(), time.process_time()
-        report = prepare(Path(folder) / 'b', Path(folder) / 'cache', config, Loudness())
+        report = encode_corpus(Path(folder) / 'b', Path(folder) / 'cache', config, Loudness())
         seconds = time.perf_counter() - start
     assert report['clips'] == clips
     return {'hours': hours, 'frames': frames, 'clips': clips, 'seconds': round(seconds, 1),

@@ -28,7 +28,7 @@ import tensorflow as tf  # noqa: E402
 from benchmarks.peer import (  # noqa: E402
     COQUI, Peer, add_rounds, arguments, measuring, output, run, start)
 from xtts_nb.app.cli_bench import _data_speed  # noqa: E402
-from xtts_nb.app.bench_data import _compared_text, _differing_share, PythonReader  # noqa: E402
+from xtts_nb.app.bench_data import compared_text, _differing_share, PythonReader  # noqa: E402
 from xtts_nb.bench import _check_python  # noqa: E402
 from xtts_nb.data.audio import _hann_window, load_audio, log_mel, log_mel_numpy  # noqa: E402
 from xtts_nb.data.cache import Cache  # noqa: E402
@@ -230,7 +230,7 @@ def main():
     found = lambda *what: others(*what, given.coqui_python)
     with measuring(given) as tell:
         result = _data_speed(given.data, given.clips, given.rounds, tell, found)
-    output(given, 'data', result, about='corpus', below=_compared_text(result))
+    output(given, 'data', result, about='corpus', below=compared_text(result))
 
 
 if __name__ == '__main__': run(main)

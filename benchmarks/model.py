@@ -15,7 +15,7 @@ import tensorflow as tf
 from xtts_nb.bench import compare, host_syncs, trace_count, wait_for
 from xtts_nb.config import XTTSConfig
 from xtts_nb.data.native import speech_lengths
-from xtts_nb.data.text import _TEXT_STOP
+from xtts_nb.data.text import TEXT_STOP
 from xtts_nb.models.gpt import GPT, _joint_mask, shifted
 from xtts_nb.train.step import _cross_entropies, _INPUTS
 
@@ -44,7 +44,7 @@ def row_by_row(
 ) -> dict:   # inputs text and codes, attention mask (B, L, L), sums and counts of both losses
     "The slow way: one row after the other, with numbers read on the host. A baseline."
     made, sums = {'text': [], 'codes': [], 'mask': []}, {}
-    parts = (('text', 'text', logits[0], gpt.text_start, _TEXT_STOP),
+    parts = (('text', 'text', logits[0], gpt.text_start, TEXT_STOP),
              ('codes', 'code', logits[1], gpt.code_start, gpt.code_stop))
     add = lambda key, value: sums.update({key: sums.get(key, 0.) + value})
     for i in range(batch['text'].shape[0]):
@@ -75,7 +75,7 @@ def whole_batch(
     logits: tuple,
 ) -> dict:   # as from `row_by_row`
     "Inputs, attention mask and losses of all rows at once."
-    text, _, _ = shifted(batch['text'], batch['text_length'], gpt.text_start, _TEXT_STOP)
+    text, _, _ = shifted(batch['text'], batch['text_length'], gpt.text_start, TEXT_STOP)
     codes, _, _ = shifted(batch['codes'], batch['code_length'], gpt.code_start, gpt.code_stop)
     mask = _joint_mask(gpt.cfg.prompt_latents, text.shape[1], batch['text_length'], codes.shape[1])
     return {'text': text, 'codes': codes, 'mask': mask[:, 0]} | _cross_entropies(gpt, batch, logits)

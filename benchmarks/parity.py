@@ -39,7 +39,7 @@ import tensorflow as tf  # noqa: E402
 from benchmarks.peer import Peer, arguments, output, run, start, to_stderr  # noqa: E402
 from xtts_nb.config import SpeechConfig, UserError, XTTSConfig  # noqa: E402
 from xtts_nb.data.audio import load_audio, log_mel, resample, speaker_log_mel, synthetic_voice  # noqa: E402
-from xtts_nb.data.text import Tokenizer, _clean_for  # noqa: E402
+from xtts_nb.data.text import Tokenizer, clean_for  # noqa: E402
 from xtts_nb.files import read_json  # noqa: E402
 from xtts_nb.models.convert import from_coqui  # noqa: E402
 from xtts_nb.models.hifigan import _load_hifigan  # noqa: E402
@@ -97,7 +97,7 @@ def our_text(
 ) -> list[tuple]:                       # cleaned text, ids or None
     "Our reading; there are no ids in a language that the vocabulary lacks."
     ids = lambda text, language: tokenizer.encode(text, language) if language in tokenizer.languages else None
-    return [(_clean_for(text, language, as_trained=True), ids(text, language)) for language,
+    return [(clean_for(text, language, as_trained=True), ids(text, language)) for language,
             text in sentences]
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from xtts_nb import bench  # noqa: E402
-from xtts_nb.app.terminal import progress, start, table, to_stderr, _write_record  # noqa: E402
+from xtts_nb.app.terminal import progress, start, table, to_stderr, write_record  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
 
 COQUI = 'coqui-tts 0.28'
@@ -79,7 +79,7 @@ def output(
     **more,                      # facts that are printed as JSON, and not recorded
 ):
     "Print a result, and record it if asked to."
-    if given.record: _write_record(page, program=f'python {os.path.relpath(sys.argv[0], ROOT)}', **result)
+    if given.record: write_record(page, program=f'python {os.path.relpath(sys.argv[0], ROOT)}', **result)
     if given.json: print(json.dumps(result | more))
     else: print(text or '\n'.join(filter(None, [table(result[about], result['rows']), below])))
 

@@ -79,10 +79,10 @@ def step_programs(config, text: int, codes: int) -> dict:   # name -> (function,
     "Both halves of a training step."
     import tensorflow as tf
     from xtts_nb.models.gpt import GPT
-    from xtts_nb.models.xtts import _POLICIES
-    from xtts_nb.train.finetune import _make_update
+    from xtts_nb.models.xtts import POLICIES
+    from xtts_nb.train.finetune import make_update
     from xtts_nb.train.step import random_batch, token_counts
-    update = _make_update(GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision]), config.training.gpt)
+    update = make_update(GPT(config, 5, dtype=POLICIES[config.training.gpt.precision]), config.training.gpt)
 
     def gradients(batch, number):
         counts = token_counts(update.gpt, batch)

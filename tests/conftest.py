@@ -113,9 +113,9 @@ def stats(dvae) -> np.ndarray:
 def prepared(corpus, small, dvae, tmp_path_factory):
     "The corpus as a cache; to be read only."
     from xtts_nb.data.cache import Cache
-    from xtts_nb.data.prepare import prepare
+    from xtts_nb.data.prepare import encode_corpus
     out = tmp_path_factory.mktemp('prepared') / 'cache'
-    prepare(corpus, out, small, dvae, shard_clips=5)
+    encode_corpus(corpus, out, small, dvae, shard_clips=5)
     return Cache(out)
 
 
@@ -140,9 +140,9 @@ def tokenizer(corpus):
 def straight(corpus, small, tokenizer, tmp_path_factory):
     "The corpus in three shards, with a DVAE that needs no weights; to be read only."
     from fake_dvae import Fake
-    from xtts_nb.data.prepare import prepare
+    from xtts_nb.data.prepare import encode_corpus
     out = tmp_path_factory.mktemp('straight') / 'out'
-    prepare(corpus, out, small, Fake(), tokenizer, shard_clips=5)
+    encode_corpus(corpus, out, small, Fake(), tokenizer, shard_clips=5)
     return out
 
 

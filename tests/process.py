@@ -40,7 +40,7 @@ small = XTTSConfig.tiny(64).replace(
     training={'gpt': {'warmup_steps': 1, 'log_every': 4},
               'dvae': {'steps': 20, 'batch_size': 1, 'mode': 'eager'}})
 XTTSConfig.tiny = XTTSConfig.xtts_v2 = classmethod(lambda cls: small)
-demo._run_demo = partial(demo._run_demo, pairs=2, rounds=1)
+demo.run_demo = partial(demo.run_demo, pairs=2, rounds=1)
 bench_data._bench_loaders = partial(bench_data._bench_loaders, seconds=0.2)
 bench_data.fed_steps = lambda *given, **named: None
 main()

@@ -9,9 +9,9 @@ from fake_dvae import Fake
 from process import server
 from xtts_nb import devices
 from xtts_nb.config import UserError, setup_tf
-from xtts_nb.data.prepare import prepare
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.devices import (
-    _apply_plan, card_memory, card_names, _check_plan, _DevicePlan, _in_cluster, plan_devices, _plan_two,
+    _apply_plan, card_memory, card_names, _check_plan, DevicePlan, in_cluster, plan_devices, _plan_two,
     setup_devices)
 
 CARD = 24_000   # MiB
@@ -37,7 +37,7 @@ def alone(monkeypatch):
     ([CARD] * 3, dict(data_gpu=2, model_gpu=1, kind='CPU'), {1: (), 2: ()}, 'CPU:1', 'CPU:0', (1, 0))])
 def test_plans(cards, asked, limits, data, model, part):
     plan = plan_devices(cards, **asked)
-    assert plan == _DevicePlan(limits, data, model) and plan.model_part == part
+    assert plan == DevicePlan(limits, data, model) and plan.model_part == part
 
 @pytest.mark.parametrize('cards, asked, words', [
     ([], dict(data_gpu=0, model_gpu=1), 'no GPU'), ([CARD, None], ISOLATED, '`model_gpu_memory`'),
@@ -51,7 +51,7 @@ def test_plans_that_cannot_be(cards, asked, words):
     ([CARD] * 3, {}, {0: (), 1: ()}, 'GPU:0', 'GPU:1'),
     ([CARD] * 3, dict(data_gpu=2), {0: (), 2: ()}, 'GPU:1', 'GPU:0')])
 def test_two_devices_in_any_case(cards, asked, limits, data, model):
-    assert _plan_two(cards, 'GPU', asked) == _DevicePlan(limits, data, model)
+    assert _plan_two(cards, 'GPU', asked) == DevicePlan(limits, data, model)
 
 @pytest.mark.parametrize('variables, every, read_back', [
     ({}, True, True), ({'TF_CONFIG': '{}'}, False, False), ({'SLURM_STEP_NUM_TASKS': '2'}, False, False)])
@@ -61,8 +61,8 @@ def test_a_training_and_a_worker_take_all_cards(variables, every, read_back, mon
     for name, value in variables.items(): monkeypatch.setenv(name, value)
     for name, fake in {'card_memory': lambda: [CARD] * 2, '_apply_plan': lambda plan: None,
                        '_check_plan': read.append}.items(): monkeypatch.setattr(devices, name, fake)
-    assert setup_devices(every=every) == _DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:0')
-    assert bool(read) == read_back == (not _in_cluster())
+    assert setup_devices(every=every) == DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:0')
+    assert bool(read) == read_back == (not in_cluster())
     with pytest.raises(UserError, match='for one machine'): setup_devices(every=every, data_gpu=0)
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_without_options_one_card_is_taken_and_a_limit_of_the_environment_stays(
 @pytest.mark.parametrize('totals, found', [([20, 10], [20, 10]), ([10], [10, None]), ([1, 2, 3], [1, 2])])
 def test_there_are_as_many_cards_as_tensorflow_sees(gpus, monkeypatch, totals, found):
     cards = [SimpleNamespace(memory_total=n and n * 2**20 + 7) for n in totals]
-    monkeypatch.setattr(devices, '_visible_cards', lambda: cards)
+    monkeypatch.setattr(devices, 'visible_cards', lambda: cards)
     assert card_memory() == found
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
     with pytest.raises(UserError, match='2 GPUs are visible'): card_memory()
@@ -127,7 +127,7 @@ def test_workers_that_encode_leave_the_cards_alone(corpus, small, tokenizer, tmp
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
     with pytest.raises(UserError) as e:
-        prepare(corpus, tmp_path / 'out', small, Telling(), tokenizer, shard_clips=5, workers=1)
+        encode_corpus(corpus, tmp_path / 'out', small, Telling(), tokenizer, shard_clips=5, workers=1)
     assert str(e.value) == "-1 '' ['CPU:0']"
 
 def precision_of_products() -> bool:

@@ -20,10 +20,10 @@ from process import Forked, python, tree
 from xtts_nb import files
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import save_audio
-from xtts_nb.data.cache import _COLUMN_TYPES, _work_path, _write_shard
+from xtts_nb.data.cache import _COLUMN_TYPES, _work_path, write_shard
 from xtts_nb.files import (
-    append_line, atomic_file, atomic_folder, _check_own, _check_writable, fingerprint, inside, load_weights,
-    locked, named_weights, read_json, _read_json_lines, read_tensors, save_weights, write_json, write_tensors)
+    append_line, atomic_file, atomic_folder, check_own, check_writable, fingerprint, inside, load_weights,
+    locked, named_weights, read_json, read_json_lines, read_tensors, save_weights, write_json, write_tensors)
 
 # --- files and folders ------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ def test_a_place_that_holds_something_else_is_refused_before_any_work(tmp_path):
                   atomic_folder(tmp_path / 'file', replace=True), atomic_file(tmp_path / 'folder'),
                   atomic_file(tmp_path / 'pipe')):
         with pytest.raises(UserError, match='choose another'), place: pytest.fail('worked')
-    for write in (lambda: _check_writable(tmp_path / 'file/b'), lambda: write_json(tmp_path / 'file/b', 1)):
+    for write in (lambda: check_writable(tmp_path / 'file/b'), lambda: write_json(tmp_path / 'file/b', 1)):
         with pytest.raises(UserError, match='a file exists where a folder is needed'): write()
     with pytest.raises(TypeError): write_json(tmp_path / 'file', object())
     with pytest.raises(UserError, match='never'), atomic_file(tmp_path / 'never'): pass   # never written
@@ -113,7 +113,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, room):
     row = {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))}
     def shards():
         with atomic_folder(tmp_path / 'shards') as part:
-            _write_shard(part / 'shard', [row | dict.fromkeys(_COLUMN_TYPES, 1)] * 9)
+            write_shard(part / 'shard', [row | dict.fromkeys(_COLUMN_TYPES, 1)] * 9)
     writers = {'json': lambda: write_json(tmp_path / 'json', ['x' * 100] * 3000), 'shards': shards,
                'wav': lambda: save_audio(tmp_path / 'wav', np.ones(100_000)),
                'weights': lambda: save_weights(tmp_path / 'weights', {'a': np.ones(50_000)}),
@@ -137,7 +137,7 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, space, line):
 
 # --- what a killed writer leaves, and what is not ours ------------------------------------------------
 
-MINE = 'out.20251129.old', 'out.7.part', 'out.host-7.old', f'out.0a1b2c3d{files._PART}'
+MINE = 'out.20251129.old', 'out.7.part', 'out.host-7.old', f'out.0a1b2c3d{files.PART}'
 
 def test_an_interrupted_write_leaves_what_was_there_and_backups_are_no_leftovers(tmp_path):
     for name in (*MINE, 'out'): write_json(tmp_path / name / 'mine', 'mine')
@@ -168,7 +168,7 @@ def test_what_a_killed_writer_left_is_undone_or_finished(tmp_path, within, renam
     out = tmp_path / 'out'
     with atomic_folder(out) as part:
         for name in 'ab': (part / name).write_text('old')
-    assert python(KILLED, out, within, renames).code == -9 and [*tmp_path.rglob(f'*{files._PART}')]
+    assert python(KILLED, out, within, renames).code == -9 and [*tmp_path.rglob(f'*{files.PART}')]
     with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True): raise KeyboardInterrupt
     names, text = ('bc', b'new') if renames > 2 else ('ab', b'old')   # the third says that all is there
     assert tree(tmp_path) == {'out': b'', **{f'out/{name}': text for name in names}}
@@ -184,7 +184,7 @@ def test_a_writer_that_lives_is_not_disturbed_and_no_result_is_lost(tmp_path):
 
 @pytest.mark.parametrize('when', ['before', 'meanwhile'])
 def test_what_is_not_ours_is_never_replaced(tmp_path, when):
-    out, own = tmp_path / 'out', lambda folder: _check_own(folder, {'a', 'b'}.__contains__, 'a cache')
+    out, own = tmp_path / 'out', lambda folder: check_own(folder, {'a', 'b'}.__contains__, 'a cache')
     with atomic_folder(out) as part: (part / 'a').write_text('old')
     if when == 'before': (out / 'thesis').write_text('mine')
     with pytest.raises(UserError, match='not a cache .thesis.;'), atomic_folder(out, own) as part:
@@ -198,7 +198,7 @@ def test_what_comes_after_the_last_look_is_kept(tmp_path):
     out, looks = tmp_path / 'out', []
     with atomic_folder(out) as part: (part / 'a').write_text('old')
     def own(folder):
-        _check_own(folder, {'a'}.__contains__, 'a cache')
+        check_own(folder, {'a'}.__contains__, 'a cache')
         looks.append(folder)
         if len(looks) == 2: (out / 'thesis').write_text('mine')
     with atomic_folder(out, own) as part: (part / 'b').write_text('new')
@@ -299,7 +299,7 @@ def test_json_is_text_in_any_language_and_a_bad_file_is_named(tmp_path):
     values = [{'a': 'one\u2028two\x85'}, 3]   # a text within JSON may hold other ends of lines
     text = ''.join(json.dumps(value, ensure_ascii=False) + '\n' for value in values)
     (tmp_path / 'lines').write_text(text, encoding='utf-8')
-    assert _read_json_lines(tmp_path / 'lines') == values
+    assert read_json_lines(tmp_path / 'lines') == values
     for content in (None, b'', b'{"a": ', b'\xff\xfe', b'version https://git-lfs', b'\n<!DOCTYPE html>'):
         if content is not None: (tmp_path / 'b.json').write_bytes(content)
         with pytest.raises(UserError, match='b.json: '): read_json(tmp_path / 'b.json')

@@ -10,9 +10,9 @@ def card():
         pytest.fail('make test GPU=1 was asked for, but TensorFlow sees no GPU')
 
 def test_the_step_s_tensors_are_on_the_gpu_and_the_driver_answers(small):
-    from xtts_nb.app.check import _run_checks, _StepTrial
+    from xtts_nb.app.check import run_checks, StepTrial
     config = small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}})
-    rows = {r['name']: r for r in _run_checks(_StepTrial(config, 8, 12))}
+    rows = {r['name']: r for r in run_checks(StepTrial(config, 8, 12))}
     for name in ('GPU placement', 'GPU monitoring', 'Training step'):
         assert rows[name]['result'] == 'PASSED', rows[name]
     assert rows['GPU placement']['reason'].endswith('tensors on GPU:0')

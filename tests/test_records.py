@@ -71,7 +71,7 @@ ROWS = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 2.
 NOISY = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 9., 'spread': 0.251}]
 
 @pytest.fixture
-def cpu(monkeypatch): monkeypatch.setattr(module, '_device_name', lambda: 'CPU, 2 cores')
+def cpu(monkeypatch): monkeypatch.setattr(module, 'device_name', lambda: 'CPU, 2 cores')
 
 def commands(page, folder) -> list[str]: return [one['command'] for one in recorded(page, folder)]
 
@@ -81,11 +81,11 @@ def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys, monkeypatch):
     when = f'{one["date"]}-{one["time"].replace(":", "")}'
     assert path.name == f'step_speed-cpu-2-cores-{when}.json' and list(path.parent.iterdir()) == [path]
     assert one['device'] == 'CPU, 2 cores' and one['rows'] == ROWS and one['corpus'] == 'demo'
-    assert one['cpu'] == module._cpu_name() and one['command'] == 'xtts-nb bench train --record'
+    assert one['cpu'] == module.cpu_name() and one['command'] == 'xtts-nb bench train --record'
     assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
     one = json.loads(record('a', ROWS, tmp_path, 'x', 'NVIDIA H200').read_text())
-    assert one['device'] == 'NVIDIA H200' and 'tf32' not in one and one['cpu'] == module._cpu_name()
-    monkeypatch.setattr(module, '_device_name', lambda: 'NVIDIA H200')   # which has multiplied here
+    assert one['device'] == 'NVIDIA H200' and 'tf32' not in one and one['cpu'] == module.cpu_name()
+    monkeypatch.setattr(module, 'device_name', lambda: 'NVIDIA H200')   # which has multiplied here
     for on in (True, False):
         with _products_in_tf32(on): path = record('a', [], tmp_path, 'x')
         assert json.loads(path.read_text())['tf32'] is on

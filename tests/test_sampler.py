@@ -14,7 +14,7 @@ from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
     arm_spans, best_probe, _cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, nvml_probe, _Process,
-    Sample, Sampler, summarise, summarise_arms, _visible_cards)
+    Sample, Sampler, summarise, summarise_arms, visible_cards)
 
 def gpu_trace(*curves, step=.1):
     "One GPU per curve."
@@ -234,7 +234,7 @@ def named(driver, monkeypatch):
 def test_cards_are_found_as_cuda_finds_them(named, monkeypatch, shown, found):
     "By number, UUID or its beginning; CUDA ignores all names after an unknown or ambiguous one."
     if shown is not None: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
-    cards = _visible_cards()
+    cards = visible_cards()
     assert [card.name for card in cards] == found and all(card.memory_total == 8 << 30 for card in cards)
     if found:   # the live view shows the same ones, under TensorFlow's numbers
         gpus = nvml_probe()().gpus

@@ -10,16 +10,16 @@ import tensorflow as tf
 
 from cheap import HELD
 from xtts_nb.train import parts, runs
-from xtts_nb.train.finetune import _make_update, _new_rows
+from xtts_nb.train.finetune import make_update, new_rows
 from xtts_nb.data.audio import log_mel, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.data.corpora import _Dropped, _check_dropped, read_corpus
+from xtts_nb.data.corpora import Dropped, check_dropped, read_corpus
 from xtts_nb.data.native import BatchPlan, batches_of, CacheReader, _reader_of
 from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.files import write_json
 from xtts_nb.models.gpt import GPT
-from xtts_nb.models.xtts import _POLICIES
+from xtts_nb.models.xtts import POLICIES
 from xtts_nb.train.step import AdamW, averaged, learning_rate, compile_step, Update
 from xtts_nb.data.prepare import _choose_mode
 from xtts_nb.settings import flat
@@ -70,15 +70,15 @@ def critic_maps(config, world):
     return [[x.shape for x in part] for part in Critic(config.training.decoder)(tf.ones((1, 3000)))]
 
 def rows_to_learn(config, world):
-    try: return _new_rows(config, world.tokenizer, ['en'])
+    try: return new_rows(config, world.tokenizer, ['en'])
     except UserError as e: return str(e)
 
 def updated(config, world):
     "One update of a GPT: losses, applied gradients, number of parts, and how often blocks are recomputed."
     keras.utils.set_random_seed(0)
-    gpt, draw = GPT(config, 3, dtype=_POLICIES[config.training.gpt.precision]), np.random.default_rng(0)
+    gpt, draw = GPT(config, 3, dtype=POLICIES[config.training.gpt.precision]), np.random.default_rng(0)
     applied, shares = [], []
-    update = _make_update(gpt, config.training.gpt, [])
+    update = make_update(gpt, config.training.gpt, [])
     update.optimizer.apply = lambda gradients, weights: applied.extend(gradients)
     share = update.gradients_of
     update.gradients_of = lambda batch, *rest: shares.append(len(batch['text'])) or share(batch, *rest)
@@ -109,10 +109,10 @@ def pipeline(config, world):
 def place(config, world):
     cache = open_cache(world.cache.folder, config)
     reader = CacheReader(cache, BatchPlan(cache, config.data), ('mel',))
-    return cache.held, type(reader.rows).__name__
+    return cache.held, type(reader.gather).__name__
 
 def dropped(config, world):
-    try: return _check_dropped([_Dropped('a', 'bad')] * 2, 5, config, 'corpus')
+    try: return check_dropped([Dropped('a', 'bad')] * 2, 5, config, 'corpus')
     except UserError as e: return str(e)
 
 def mode(config, world): return _choose_mode(read_corpus(world.corpus)[0], config)
@@ -158,7 +158,7 @@ def told(config, world, folder, part, listener=lambda *given: None):
     few = lambda gpt, training, rows: Update(gpt, training, gpt.trainable_variables[:1])
     if part == 'gpt':
         with patch.multiple(runs, Trainer=Told, Listener=listener, XTTS=lambda *given: model,
-                            load_dvae=lambda *given: None, _make_update=few):
+                            load_dvae=lambda *given: None, make_update=few):
             return new_run(world.cache, config, folder, HELD)
     with patch.multiple(parts, Trainer=Told, _Bank=lambda folder: world.bank, DVAE=lambda config: world.dvae,
                         Critic=lambda *given, **named: world.update.critic,
@@ -183,7 +183,7 @@ def ran(config, world, part='gpt'):
     lines = [line.split(',')[0] for line in (folder / 'metrics.jsonl').read_text().splitlines()]
     return lines, sorted(p.name for p in (folder / 'checkpoints').iterdir()), trainer.best, ended
 
-def listener(config, world): return told(config, world, None, 'gpt', lambda *given: given[3::2]).listen
+def listener(config, world): return told(config, world, None, 'gpt', lambda *given: given[3::2]).listener
 
 def crops(config, world):
     mels = np.arange(16_000, dtype=np.float32).reshape(200, 80)

@@ -348,7 +348,7 @@ class DataConfig(Section):
 class PartTraining(Section):
     "What the trainings of GPT, DVAE and decoder have in common."
     steps: Positive = 1000               # updates
-    learning_rate: float = Field(1e-4, gt=0)   # peak, after warm-up
+    learning_rate: float                 # peak, after warm-up
     ema: float = Field(0., ge=0, lt=1)   # decay of the moving average of the weights, in the end; 0: none
     mode: Literal['auto', 'eager', 'graph', 'xla'] = 'auto'   # of the step; auto: graph or XLA, by device
     tf32: bool = False                   # float32 products in TF32 on a GPU: faster, 10 bits of mantissa

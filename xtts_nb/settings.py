@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['descriptions', 'commented_yaml', 'flat', 'nested', 'config_diff', 'gpu_preset', 'optimization_level', 'option_keys',
-           'parse_assignments', 'from_environment', 'rates', 'usual_rates', 'resolve', 'layers_of', 'check_used']
+           'parse_assignments', 'from_environment', 'rates', 'usual_rates', 'Resolved', 'resolve', 'layers_of',
+           'check_used']
 
 # %% ../nbs/base/settings.ipynb #ecefca6f
 import difflib
@@ -122,9 +123,6 @@ _OPTIONS = {   # short name -> key
     'prefetch_buffer_size': 'data.prefetch_buffer_size', 'prefetch_to_gpu': 'data.prefetch_to_gpu',
     'preprocessing_mode': 'data.preprocessing_mode', 'enable_static_shapes': 'data.pad_to_fixed_length'}
 
-# of `plan_devices`
-_DEVICE_OPTIONS = 'data_gpu', 'model_gpu', 'enable_memory_isolation', 'data_gpu_memory', 'model_gpu_memory'
-
 def option_keys(options: dict) -> dict:   # {short name or key: value}; a short name with None: not given
     "The same with keys only; raises `UserError` for a name that is neither."
     given = {name: value for name, value in options.items() if value is not None or '.' in name}
@@ -145,10 +143,10 @@ def parse_assignments(given: Iterable[str]) -> dict:
     for text in given:
         key, equals, value = text.partition('=')
         if not (equals and '.' in key.strip()):
-            raise UserError(f'--set {text}: give KEY=VALUE, such as training.gpt.precision=bfloat16.')
+            raise UserError(f'{text}: give KEY=VALUE, such as training.gpt.precision=bfloat16.')
         try: out[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UserError(f'--set {text}: {value} is not a YAML value; put it in quotes.') from None
+            raise UserError(f'{text}: {value} is not a YAML value; put it in quotes.') from None
     return out
 
 # %% ../nbs/base/settings.ipynb #601d574a
@@ -186,13 +184,13 @@ def usual_rates(training: GPTTraining, *others: GPTTraining) -> bool:
 
 # %% ../nbs/base/settings.ipynb #1bc4beba
 @dataclass(frozen=True)
-class _Resolved:
+class Resolved:
     "The settings of a run, and where the value of each key comes from."
     config: XTTSConfig
     begun: XTTSConfig           # of the preset, cache or run, before any change
     came_from: dict[str, str]   # key -> preset tiny, settings.yaml, environment, options, ...
 
-    def then(self, config: XTTSConfig, names: dict) -> '_Resolved':   # {prefix: where its changes come from}
+    def then(self, config: XTTSConfig, names: dict) -> 'Resolved':   # {prefix: where its changes come from}
         "The same, with what a model to start from changes."
         came_from = {key: next(name for prefix, name in names.items() if key.startswith(prefix))
                      for key in config_diff(self.config, config)}
@@ -208,7 +206,7 @@ def resolve(
     layers: dict[str, dict],    # name -> {key: value}; later ones take precedence
     file: str | None = None,    # the name of the first layer, if it is a file: checked by itself
     say: Callable = print,      # receives a line for each other layer that changes something
-) -> _Resolved:
+) -> Resolved:
     "Settings by precedence."
     came_from, now = dict.fromkeys(flat(begun.model_dump()), origin), begun
     if file: now = begun.replace(file, **nested(layers[file]))
@@ -222,7 +220,7 @@ def resolve(
         values |= keys
         given |= keys
     where = ' and '.join(name for name, keys in layers.items() if keys and name != file)
-    return _Resolved(now.replace(where, **nested(given)) if given else now, begun, came_from)
+    return Resolved(now.replace(where, **nested(given)) if given else now, begun, came_from)
 
 def layers_of(
     gpu: str | None = None,     # a preset of `_GPU_PRESETS`

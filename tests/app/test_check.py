@@ -12,8 +12,8 @@ import yaml
 
 from process import SMALL, python, xtts_nb
 from xtts_nb.app import check, quick_fix
-from xtts_nb.app.check import _CHECKS, _run_checks, _StepTrial
-from xtts_nb.app.configure import environment, _TFSettings, _verify_settings, _write_environment
+from xtts_nb.app.check import _CHECKS, run_checks, StepTrial
+from xtts_nb.app.configure import environment, TFSettings, verify_settings, write_environment
 from xtts_nb.app.quick_fix import _change_for, _LEARNING
 from xtts_nb.settings import flat, from_environment
 from xtts_nb.config import GPTTraining, UserError, XTTSConfig
@@ -46,7 +46,7 @@ def no_gpu(): raise UserError('NVML: there is no driver; install it.')
 
 def trial(small, probe=no_gpu, **steps):
     made = {name: steps.get(name) or FakeStep() for name in ('eager', 'graph', 'xla')}
-    return _StepTrial(small, 12, 20, probe, lambda config, start: made)
+    return StepTrial(small, 12, 20, probe, lambda config, start: made)
 
 NAN = float('nan')
 FLAWS = [   # check, the step that has the flaw, and a word of the reason
@@ -61,7 +61,7 @@ FLAWS = [   # check, the step that has the flaw, and a word of the reason
 
 @pytest.mark.parametrize('name, steps, word', FLAWS)
 def test_a_flaw_is_found(small, name, steps, word):
-    rows = _run_checks(trial(small, **{mode: FakeStep(**how) for mode, how in steps.items()}))
+    rows = run_checks(trial(small, **{mode: FakeStep(**how) for mode, how in steps.items()}))
     row = next(row for row in rows if row['name'] == name)
     assert row['result'] == 'FAILED' and word in row['reason'], row
 
@@ -74,7 +74,7 @@ def gpu(busy, used):
     (lambda: gpu(50., None), 'FAILED'), (lambda: lambda: Sample(0., (), None, 'gone'), 'FAILED'),
     pytest.param(no_gpu, 'SKIPPED', marks=pytest.mark.cpu)],
     ids=['busy', 'no utilisation', 'no memory', 'gone', 'no driver'])
-def test_monitoring(small, probe, got): assert _run_checks(trial(small, probe))[-1]['result'] == got
+def test_monitoring(small, probe, got): assert run_checks(trial(small, probe))[-1]['result'] == got
 
 @pytest.mark.parametrize('step, result', [
     ({}, '20 updates in 4 s, 20.0 clips/s, GPU 0 50 % busy, CPU 1 % busy'),
@@ -98,9 +98,9 @@ def test_what_a_gpu_is_given_holds_nothing_that_it_cannot_do(small):
     config = small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                            training={'gpt': {'precision': 'bfloat16', 'mode': 'xla'}})
     only = {'xla': MODES['xla']}
-    real = _StepTrial(config, 12, 20, make_steps=lambda config, start: step_modes(config, start, only))
+    real = StepTrial(config, 12, 20, make_steps=lambda config, start: step_modes(config, start, only))
     assert len(real.steps['xla'].step.weights) > 20
-    found = [(row['program'], row['kind'], row['op']) for row in check._preflight_rows(real)]
+    found = [(row['program'], row['kind'], row['op']) for row in check.preflight_rows(real)]
     assert {pair[:2] for pair in found} == {('data', 'float32 product'), ('data', 'layout')}
     assert {op for *_, op in found} <= {'MatMul', 'BatchMatMulV2', 'Einsum', 'Conv2D'}
 
@@ -109,8 +109,8 @@ def test_what_a_gpu_is_given_holds_nothing_that_it_cannot_do(small):
 @pytest.mark.parametrize('result, code', [('PASSED', 0), ('SKIPPED', 0), ('FAILED', 1)])
 def test_check_ends_with_1_where_one_failed(monkeypatch, ran, result, code):
     rows = [{'name': 'a', 'result': 'PASSED', 'reason': 'x'}, {'name': 'b', 'result': result, 'reason': 'y'}]
-    monkeypatch.setattr(check, '_run_checks', lambda *_: rows)
-    monkeypatch.setattr(check, '_preflight_rows', lambda trial: [])
+    monkeypatch.setattr(check, 'run_checks', lambda *_: rows)
+    monkeypatch.setattr(check, 'preflight_rows', lambda trial: [])
     done = ran('check --json')
     assert done.code == code and done.json['checks'] == rows
     assert done.json[result.lower()] == 1 + (result == 'PASSED')
@@ -133,13 +133,13 @@ def test_check_and_report_as_a_user_runs_them(kernels):
 @pytest.fixture
 def clean(monkeypatch):
     "No settings of an earlier test."
-    for name in environment(_TFSettings(memory_limit=1, allocator='cuda_malloc_async')):
+    for name in environment(TFSettings(memory_limit=1, allocator='cuda_malloc_async')):
         monkeypatch.delenv(name, raising=False)
 
 def test_a_shell_reads_the_file_and_training_takes_its_keys(clean, tmp_path, monkeypatch):
     "Each setting differs from its default."
     monkeypatch.setenv('TF_XLA_FLAGS', '--tf_xla_auto_jit=1 --other=2')   # flags of others stay
-    _write_environment(tmp_path / 'tf.env', _TFSettings(3, 512, 'cuda_malloc_async', False, False))
+    write_environment(tmp_path / 'tf.env', TFSettings(3, 512, 'cuda_malloc_async', False, False))
     shell = 'set -a; . ./tf.env; set +a; exec "$0" -c "import os, json; print(json.dumps(dict(os.environ)))"'
     done = subprocess.run(['sh', '-c', shell, sys.executable], cwd=tmp_path, capture_output=True, text=True,
                           check=True)
@@ -150,7 +150,7 @@ def test_a_shell_reads_the_file_and_training_takes_its_keys(clean, tmp_path, mon
     for name in ('XTTS_NB_MODE', 'XTTS_NB_PRECISION'): monkeypatch.setenv(name, got[name])
     assert from_environment() == {'training.gpt.precision': 'float32'} | {
         f'training.{part}.mode': 'graph' for part in ('gpt', 'dvae', 'decoder')}
-    default = environment(_TFSettings())
+    default = environment(TFSettings())
     assert default['TF_FORCE_GPU_ALLOW_GROWTH'] == 'true'
     assert default['TF_XLA_FLAGS'] == '--other=2 --tf_xla_auto_jit=2'
 
@@ -179,7 +179,7 @@ def test_what_is_set_in_tensorflow_is_read_back(clean):
 @pytest.mark.slow
 def test_a_child_trains_with_the_settings(clean, cheap_xla):
     "The page of `configure` has one without XLA, in bfloat16."
-    rows = {row['setting']: row for row in _verify_settings(_TFSettings(threads=2, mixed_precision=False))}
+    rows = {row['setting']: row for row in verify_settings(TFSettings(threads=2, mixed_precision=False))}
     assert not [row for row in rows.values() if row['ok'] is False]
     assert [rows[name]['got'] for name in ('intra-op threads', 'XLA', 'precision')] == [
         2, choose_xla(GPTTraining(mode='auto', precision='float32'))[0], 'float32']

@@ -459,7 +459,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(session, tmp_path):
 @pytest.mark.parametrize('clips', [1, 150])
 def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
     "Most of the time is spent in C, which calls Python: an exception raised there must not get lost."
-    program = f'from xtts_nb.app.demo_corpus import _make_corpus; _make_corpus({str(tmp_path / "corpus")!r})'
+    program = f'from xtts_nb.app.demo_corpus import make_corpus; make_corpus({str(tmp_path / "corpus")!r})'
     child = Forked(program, stderr=subprocess.PIPE, text=True)
     while len(list(tmp_path.glob('*.part/new/wavs/*.wav'))) < clips:
         assert child.poll() is None

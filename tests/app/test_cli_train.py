@@ -121,7 +121,7 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, prepare
     assert named(corpus, settings.replace(data={'batch_size': 2}, training={'gpt': {'steps': 7}})) == made
     (home / 'runtime.yaml').write_text(settings.replace(data={'preprocessing_mode': 'runtime'}).to_yaml())
     stored = built(data=corpus, config='runtime.yaml').plan.cache.manifest['stored']
-    assert 'codes' not in stored and caches._is_corpus(corpus) and not caches._is_corpus(made)
+    assert 'codes' not in stored and caches.is_corpus(corpus) and not caches.is_corpus(made)
     validated = built('--val-data', corpus)
     assert validated.validation.count.sum() == 14 and validated.training.validate_every == 1   # of 4 updates
     assert validated.validation.cache.manifest['keys'] == prepared.manifest['keys']   # its DVAE and tokenizer

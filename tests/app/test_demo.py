@@ -15,14 +15,14 @@ from matplotlib.figure import Figure
 from process import PROGRAM, python, tree, xtts_nb
 from xtts_nb.app import demo
 from xtts_nb.report import facts, heading, picture, player
-from xtts_nb.app.demo_corpus import _corpus_digest, _DEMO_SENTENCES, _make_corpus, _plan_corpus
-from xtts_nb.app.demo_pairs import _choose_pairs
+from xtts_nb.app.demo_corpus import _corpus_digest, _DEMO_SENTENCES, make_corpus, _plan_corpus
+from xtts_nb.app.demo_pairs import choose_pairs
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache
-from xtts_nb.data.corpora import _Dropped, summary
+from xtts_nb.data.corpora import Dropped, summary
 from xtts_nb.data.espeak import VOICES
-from xtts_nb.data.pages import _corpus_page
+from xtts_nb.data.pages import corpus_page
 from xtts_nb.train.runs import new_run
 
 CLIPS = _plan_corpus()
@@ -32,15 +32,15 @@ CLIPS = _plan_corpus()
 @pytest.fixture(scope='module')
 def spoken(tmp_path_factory):
     out = tmp_path_factory.mktemp('corpus') / 'small'
-    return out, _make_corpus(out, limit=1)
+    return out, make_corpus(out, limit=1)
 
-HUSH = ('import hashlib, time; from xtts_nb.app.demo_corpus import _make_corpus\n'
+HUSH = ('import hashlib, time; from xtts_nb.app.demo_corpus import make_corpus\n'
         'from xtts_nb.data.espeak import speak, SynthVoice\n'
         'print(hashlib.sha256(speak("Hush.", "en", SynthVoice("whisper"))[0].tobytes()).hexdigest())\n')
 
 def test_fresh_processes_write_the_same_bytes(spoken, tmp_path):
     "Whatever was spoken before, and whenever: noise is not seeded by the clock."
-    first = python(HUSH + f'_make_corpus({str(tmp_path / "a")!r}, limit=1); time.sleep(1.1)')
+    first = python(HUSH + f'make_corpus({str(tmp_path / "a")!r}, limit=1); time.sleep(1.1)')
     assert first.code == 0 and _corpus_digest(tmp_path / 'a') == _corpus_digest(spoken[0])
     assert python(HUSH).out == first.out != ''
 
@@ -52,29 +52,29 @@ def test_every_voice_speaks_every_sentence_for_a_second_to_six(spoken):
     assert all(1 <= len(x) / 22050 <= 6 and np.abs(x).max() > 0.09 for x in audio)
     assert len({x.tobytes() for x in audio}) == len(clips) == len([*(out / 'wavs').iterdir()])
     before = {p: p.stat().st_mtime_ns for p in out.rglob('*')}
-    assert _make_corpus(out, limit=1, progress=lambda *_: pytest.fail('the clips are made again')) == clips
+    assert make_corpus(out, limit=1, progress=lambda *_: pytest.fail('the clips are made again')) == clips
     assert {p: p.stat().st_mtime_ns for p in out.rglob('*')} == before
 
 def test_a_corpus_that_was_changed_stays(spoken, tmp_path):
     shutil.copytree(spoken[0], out := tmp_path / 'c')
     next((out / 'wavs').iterdir()).write_bytes(b'of somebody')
     before = tree(out)
-    with pytest.raises(UserError, match='changed after'): _make_corpus(out, limit=1)
+    with pytest.raises(UserError, match='changed after'): make_corpus(out, limit=1)
     assert tree(out) == before
 
 def test_an_interrupted_corpus_and_a_full_disk_leave_nothing(monkeypatch, tmp_path):
     def stop(done, total):
         if done == 3: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): _make_corpus(tmp_path / 'c', limit=1, progress=stop)
+    with pytest.raises(KeyboardInterrupt): make_corpus(tmp_path / 'c', limit=1, progress=stop)
     def full(*_): raise OSError(errno.ENOSPC, 'No space left on device')
     monkeypatch.setattr(Path, 'write_bytes', full)
-    with pytest.raises(UserError, match='c: the disk is full'): _make_corpus(tmp_path / 'c', limit=1)
+    with pytest.raises(UserError, match='c: the disk is full'): make_corpus(tmp_path / 'c', limit=1)
     assert not any(tmp_path.iterdir())
 
 def test_a_library_held_by_others_is_noticed(tmp_path):
-    code = ('import ctypes; from xtts_nb.app.demo_corpus import _make_corpus\n'
-            'from xtts_nb.data.espeak import _espeak_files; held = ctypes.CDLL(_espeak_files()[0])\n'
-            f'_make_corpus({str(tmp_path / "c")!r}, limit=1)')
+    code = ('import ctypes; from xtts_nb.app.demo_corpus import make_corpus\n'
+            'from xtts_nb.data.espeak import espeak_files; held = ctypes.CDLL(espeak_files()[0])\n'
+            f'make_corpus({str(tmp_path / "c")!r}, limit=1)')
     assert 'a process of its own' in python(code).err and not list(tmp_path.iterdir())
 
 # --- pairs --------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_a_library_held_by_others_is_noticed(tmp_path):
     (CLIPS, 16), (CLIPS, 1), (_plan_corpus({l: t[:4] for l, t in _DEMO_SENTENCES.items()},
                                            dict([*VOICES.items()][:3])), 5)], ids=['all', 'one', 'few'])
 def test_held_out_pairs_are_not_in_training(clips, n):
-    pairs = _choose_pairs(clips, n)
+    pairs = choose_pairs(clips, n)
     held = {p.target for p in pairs if p.set == 'heldout'}
     train = {p.target for p in pairs if p.set == 'train'}
     assert len(held) == len(train) == n and [p.set for p in pairs] == ['train'] * n + ['heldout'] * n
@@ -98,19 +98,19 @@ def test_held_out_pairs_are_not_in_training(clips, n):
 def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
     "Each seed's scores are kept as it ends; other settings are another measurement."
     seen = []
-    def one_seed(clips, corpus, folder, config, pairs, seed, listen):
+    def one_seed(clips, corpus, folder, config, pairs, seed, tell):
         assert config.data.seed == config.training.gpt.seed == config.training.dvae.seed
         seen.append((config.data.seed, config.training.gpt.seed))
         if seen == [(0, 0), (1, 1)]: raise KeyboardInterrupt
         return {'seed': seed, 'loss': 10. - seed}
-    monkeypatch.setattr(demo, '_make_corpus', lambda *a, **k: CLIPS)
+    monkeypatch.setattr(demo, 'make_corpus', lambda *a, **k: CLIPS)
     monkeypatch.setattr(demo, '_one_seed', one_seed)
-    with pytest.raises(KeyboardInterrupt): demo._demo_seeds(tmp_path, 3, small)
-    rows = demo._demo_seeds(tmp_path, 3, small)
+    with pytest.raises(KeyboardInterrupt): demo.demo_seeds(tmp_path, 3, small)
+    rows = demo.demo_seeds(tmp_path, 3, small)
     assert seen == [(0, 0), (1, 1), (1, 1), (2, 2)]   # the first was not repeated
-    assert demo._demo_seeds(tmp_path, 3, small) == rows and len(seen) == 4
-    assert demo._seed_spread(rows) == {'loss': {'min': 8., 'median': 9., 'max': 10.}}
-    demo._demo_seeds(tmp_path, 1, small.replace(training={'gpt': {'steps': small.training.gpt.steps + 1}}))
+    assert demo.demo_seeds(tmp_path, 3, small) == rows and len(seen) == 4
+    assert demo.seed_spread(rows) == {'loss': {'min': 8., 'median': 9., 'max': 10.}}
+    demo.demo_seeds(tmp_path, 1, small.replace(training={'gpt': {'steps': small.training.gpt.steps + 1}}))
     assert len(seen) == 5
 
 # --- whose run it removes -----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_a_demo_starts_again_and_removes_only_its_own_run(cheap, prepared, mini,
     for folder in (run, tmp_path / 'mine', tmp_path / 'other'):
         with pytest.raises(UserError): fresh(config, folder, [])
         assert tree(tmp_path) == before
-    with pytest.raises(UserError, match='not as a demo left it'): demo._run_demo(tmp_path, config)
+    with pytest.raises(UserError, match='not as a demo left it'): demo.run_demo(tmp_path, config)
     assert tree(tmp_path) == before
 
 # --- the report ---------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_texts_are_escaped(tmp_path):
     "In attributes too, which a quotation mark would end."
     save_audio(tmp_path / 'a.wav', synthetic_voice(0.1), 22050)
     clip = {'id': NASTY, 'text': NASTY, 'speaker': f'{NASTY}\u202e', 'seconds': 1., 'language': 'fa'}
-    page = _corpus_page(summary([clip], [_Dropped('x', NASTY)]), tmp_path / 'p.html', NASTY)
+    page = corpus_page(summary([clip], [Dropped('x', NASTY)]), tmp_path / 'p.html', NASTY)
     for text in (picture(Figure(), NASTY), player(tmp_path / 'a.wav', NASTY), heading(NASTY, NASTY),
                  facts({NASTY: NASTY}), page.read_text(encoding='utf-8')):
         assert escape(NASTY) in text
@@ -161,7 +161,7 @@ def whole(tmp_path_factory):
     "`xtts-nb demo --json` as a user runs it, which compares for one round: its folder and its result."
     home = tmp_path_factory.mktemp('demo')
     once = ('from functools import partial; from xtts_nb.app import demo\n'
-            'demo._run_demo = partial(demo._run_demo, rounds=1)\n')
+            'demo.run_demo = partial(demo.run_demo, rounds=1)\n')
     done = python(once + PROGRAM, 'demo', '--json', cwd=home, timeout=3600)
     assert done.code == 0, done.err
     return home, done.json

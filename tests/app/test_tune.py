@@ -12,7 +12,7 @@ import yaml
 
 from xtts_nb.app import tune as page
 from xtts_nb.app.demo_corpus import _DEMO_SENTENCES
-from xtts_nb.app.tune import _plan_tuning, _run_stage, tune
+from xtts_nb.app.tune import plan_tuning, _run_stage, tune
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import save_audio
 from xtts_nb.data.cache import file_sha
@@ -23,7 +23,7 @@ def runs(tmp_path):
     "Stages that only make their file, up to one that fails; the names of those that ran, and the result."
     def run(fails='', **asked):
         names = []
-        def plan(): return _plan_tuning('book.mp3', tmp_path / 'out', **asked)
+        def plan(): return plan_tuning('book.mp3', tmp_path / 'out', **asked)
         def stage(words):
             if words[0] == fails: raise UserError('no room')
             names.append(words[0])
@@ -35,22 +35,22 @@ def runs(tmp_path):
     return run
 
 def test_the_commands(tmp_path):
-    plan = _plan_tuning('b.mp3', tmp_path, 'b.srt', 'de', 'MODEL', (), ('--config', 'c'), ('--steps', '9'))
+    plan = plan_tuning('b.mp3', tmp_path, 'b.srt', 'de', 'MODEL', (), ('--config', 'c'), ('--steps', '9'))
     assert [' '.join(s.words).replace(f'{tmp_path}/', '') for s in plan] == [
         'corpus b.mp3 --out corpus --language de --text b.srt',
         'prepare corpus --out cache --language de --dvae MODEL --config c',
         'train --data cache --run run --val 0.05 --model MODEL --set training.gpt.eval_clips=4 '
         '--set training.gpt.judge_by=dtw --steps 9',
         'evaluate cache --model run/best --report scores --language de']
-    heard = _plan_tuning('b', tmp_path, language=None, cut=('--transcribe', 'small'))
+    heard = plan_tuning('b', tmp_path, language=None, cut=('--transcribe', 'small'))
     assert not any('--language' in stage.words for stage in heard)   # each clip has the one that was heard
-    short = _plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
+    short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
     assert [s.name for s in short] == ['prepare', 'train'] and short[0].words[1] == str(tmp_path / 'mine')
-    mixed = _plan_tuning('b', tmp_path, train=('--steps', '9'), mix=Path('OLD'))[2]
+    mixed = plan_tuning('b', tmp_path, train=('--steps', '9'), mix=Path('OLD'))[2]
     assert [str(p) for p in mixed.reads[1:]] == ['OLD/manifest.json', 'OLD/metadata.csv']
     for key, given in (('--transcribe', dict(skip=('corpus',), cut=('--transcribe', 'small'))),
                        ('b.txt', dict(skip=('corpus',), text='b.txt')), ('--skip', dict(skip=('train',)))):
-        with pytest.raises(UserError, match=key): _plan_tuning('b', tmp_path, **given)
+        with pytest.raises(UserError, match=key): plan_tuning('b', tmp_path, **given)
 
 @pytest.mark.parametrize('text, listens, judges', [
     ('training: {gpt: {eval_clips: 8}}', False, True), ('training: {gpt: {judge_by: loss}}', True, False),
@@ -61,7 +61,7 @@ def test_a_file_may_choose_the_model_otherwise(tmp_path, text, listens, judges):
     words = page._judged_words(tmp_path / 'own.yaml')
     assert words == (*('--set', 'training.gpt.eval_clips=4') * listens,
                      *('--set', 'training.gpt.judge_by=dtw') * judges)
-    assert _plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == listens + judges
+    assert plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == listens + judges
     if '{' in text:   # with the words, the settings are valid
         keys = [word.removeprefix('training.gpt.').replace('=', ': ') for word in words[1::2]]
         sets = yaml.safe_load('\n'.join(keys))
@@ -106,7 +106,7 @@ def test_each_cache_has_a_run_of_its_own(tmp_path):
                 write(folder / 'model.safetensors', key)
             return {}
         (out / 'cache/manifest.json').unlink(missing_ok=True)   # the corpus was changed
-        tune(lambda: _plan_tuning(tmp_path, out, skip=('corpus',), **asked), out, lambda line: None, stage)
+        tune(lambda: plan_tuning(tmp_path, out, skip=('corpus',), **asked), out, lambda line: None, stage)
         trained = Path(words['train'][words['train'].index('--run') + 1])
         assert words['evaluate'][3] == str(trained / 'best')
         return trained.name
@@ -144,7 +144,7 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
         'step': 40, 'val_loss': .5, 'val_dtw': 2.25}
     for name in ('b', 'a'): save_audio(tmp_path / f'run/spoken/000000020/{name}.wav', np.zeros(9), 22050)
     done = tuned(tmp_path, *lines)
-    text = page._tuning_page(done, tmp_path).read_text()
+    text = page.tuning_page(done, tmp_path).read_text()
     rows = [re.sub('<figure>.*?</figure>', '!', row).replace('</td><td>', '|')
             for row in re.findall('<tr.*?</tr>', text[text.index('Candidates'):])]
     assert rows[1:] == ['<tr style=font-weight:600><td>20|0.750|25%|50%|2.00|98%|kept|!</td></tr>',
@@ -153,7 +153,7 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
     (tmp_path / 'run/metrics.jsonl').write_text('{"step": 5, "loss": 3.0}\n')
     done['train']['result']['best'] = None
     done['evaluate'] = {'words': [], 'result': {'scores': [], 'card': 'scores/MODEL.md'}}
-    text = page._tuning_page(done, tmp_path, 'de').read_text()
+    text = page.tuning_page(done, tmp_path, 'de').read_text()
     assert f'xtts-nb say TEXT --language de --model {tmp_path}/run --voice' in text
     assert 'Candidates' not in text and 'href="scores/MODEL.md"' in text
 

@@ -11,7 +11,7 @@ from make_parity_data import utterance
 from benchmarks import parity
 from benchmarks.parity import our_text, PARITY_SENTENCES, read_sentences, text_parity
 from xtts_nb.config import UserError
-from xtts_nb.data.text import _clean_for, _LANGUAGES, Tokenizer, train_tokenizer
+from xtts_nb.data.text import clean_for, _LANGUAGES, Tokenizer, train_tokenizer
 from xtts_nb.train.step import token_losses
 from xtts_nb.models.xtts import XTTS
 
@@ -91,8 +91,8 @@ def reader():
 def test_every_language_has_a_sentence_with_something_to_read(tmp_path):
     assert sorted(PARITY_SENTENCES) == sorted(_LANGUAGES)
     assert read_sentences() == list(PARITY_SENTENCES.items())
-    for language, text in PARITY_SENTENCES.items(): assert _clean_for(text,
-                                                                      language) != text.lower(), language
+    for language, text in PARITY_SENTENCES.items(): assert clean_for(text,
+                                                                     language) != text.lower(), language
     for text in (None, '[]', '{"en": [5]}', '{"en": 5}', '{"en": [{"said": "x"}]}'):
         if text: (tmp_path / 's.json').write_text(text)
         with pytest.raises(UserError, match='s.json'): read_sentences(tmp_path / 's.json')
@@ -103,7 +103,7 @@ def test_the_stored_sentences_as_rows():
     rows = [(language, row) for language in _LANGUAGES for row in stored[language]]
     assert len(rows) > 500 and all(sum('clean' in row for row in stored[l]) >= 30 for l in _LANGUAGES)
     pairs = [(language, row['text']) for language, row in rows]
-    ours = [(_clean_for(text, language, as_trained=True), None) for language, text in pairs]
+    ours = [(clean_for(text, language, as_trained=True), None) for language, text in pairs]
     theirs = [[row['clean'], None] if 'clean' in row else None for _, row in rows]
     cleaned, unread = text_parity(pairs, ours, theirs)
     assert cleaned['ok'] and unread['ok']

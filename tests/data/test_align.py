@@ -8,8 +8,8 @@ import soundfile
 from xtts_nb.app.demo_corpus import _DEMO_SENTENCES
 from xtts_nb.config import UserError
 from xtts_nb.data.align import (
-    align, _comparable, _find_pauses, _fit_words, _found_sentences, _measure_file, _measure_sound,
-    _read_paragraphs, _speak_sentences, _spoken_sentence, _text_sentences, _without_foreign)
+    align, comparable, find_pauses, _fit_words, found_sentences, _measure_file, _measure_sound,
+    read_paragraphs, speak_sentences, spoken_sentence, text_sentences, _without_foreign)
 from xtts_nb.data.espeak import speak, VOICES
 
 RATE = 22050
@@ -62,7 +62,7 @@ def srt(*texts):
                '</sup> 10<sup>th</sup></p><aside role="doc-footnote"><p>Note</p></aside>', 'One two 10th')])
 def test_only_what_is_said_is_read(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert ' '.join(_read_paragraphs(tmp_path / name)) == said
+    assert ' '.join(read_paragraphs(tmp_path / name)) == said
 
 def book(path, chapters, spine, folder='OEBPS/'):
     items = ''.join(f'<item id="{n}" href="text/{n}%20a.xhtml" media-type="application/xhtml+xml"/>'
@@ -78,7 +78,7 @@ def test_a_book(tmp_path):
     page = '<head><title>No</title></head><body><h1>{}</h1><p>The <i>tr</i>ain\nis late.</p></body>'
     for name, folder in (('a', 'OEBPS/'), ('out', '../../')):
         book(tmp_path / f'{name}.epub', {n: page.format(n) for n in ('one', 'two')}, ('two', 'one'), folder)
-        assert _read_paragraphs(tmp_path / f'{name}.epub') == [
+        assert read_paragraphs(tmp_path / f'{name}.epub') == [
             'two', 'The train is late.', 'one', 'The train is late.']
     assert sorted(p.name for p in tmp_path.iterdir()) == ['a.epub', 'out.epub']
 
@@ -88,24 +88,24 @@ def test_a_book(tmp_path):
 def test_a_file_that_holds_no_text_is_named(tmp_path, name, content):
     if content is None: book(tmp_path / name, {'one': 'a' * (2**26 + 9)}, ('one',))   # would fill the memory
     else: (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=name): _read_paragraphs(tmp_path / name)
+    with pytest.raises(UserError, match=name): read_paragraphs(tmp_path / name)
 
 @pytest.mark.parametrize('text, language, spoken, words', [
     ('On the 3rd, Dr. No – came.', 'en', 'on the third, doctor no came.', [0, 3, 7, 12, 16, 21]),
     ('是，不是。', 'zh-cn', '是，不是。', [0, 2, 3]), ('سلام دنیا', 'fa', 'سلام دنیا', [0, 5])])
 def test_words_keep_their_places(text, language, spoken, words):
-    found = _spoken_sentence(text, language)
+    found = spoken_sentence(text, language)
     assert (found.text, found.spoken, found.words) == (text, spoken, words)
-    assert len(found.places) == len(words) and _spoken_sentence('– …', language) is None
+    assert len(found.places) == len(words) and spoken_sentence('– …', language) is None
 
 def test_where_there_is_no_full_stop(tmp_path):
     "Line ends divide rows, not a text that is wrapped; then commas do, and lengths."
     rows = [f'row {word} of a list that somebody reads aloud' for word in ('one', 'number 2', '3', 'no 4')]
     (tmp_path / 'rows.txt').write_text('\n'.join(rows))
-    assert _read_paragraphs(tmp_path / 'rows.txt') == rows
+    assert read_paragraphs(tmp_path / 'rows.txt') == rows
     (tmp_path / 'wrapped.txt').write_text('\n'.join(['abcd efgh ijkl mnop qrst uvwx'] * 9))
-    assert len(_read_paragraphs(tmp_path / 'wrapped.txt')) == 1
-    divide = lambda text, language='en': _text_sentences([text], language)
+    assert len(read_paragraphs(tmp_path / 'wrapped.txt')) == 1
+    divide = lambda text, language='en': text_sentences([text], language)
     parts = divide('one two, three ' * 100)
     assert max(len(s.text) for s in parts) <= 200
     assert [s.inner for s in parts] == [True] * (len(parts) - 1) + [False]
@@ -122,7 +122,7 @@ def test_pauses(tmp_path, rate):
     parts = [level * rng.standard_normal(int(s * rate)) for level, s in (
         (.1, .5), (quiet, .3), (.1, .5), (quiet, .03), (.1, .5), (quiet, .5), (.1, .5))]
     wav = np.concatenate(parts).astype(np.float32)
-    pauses = _find_pauses(_measure_sound(wav, rate))
+    pauses = find_pauses(_measure_sound(wav, rate))
     assert pauses == pytest.approx(np.array([[.5, .8], [1.83, 2.33]]), abs=0.025)
     soundfile.write(tmp_path / 'x.wav', np.tile(wav, 25), rate, 'FLOAT')
     whole, blocks = _measure_sound(np.tile(wav, 25), rate), _measure_file(tmp_path / 'x.wav')
@@ -137,9 +137,9 @@ def test_sound_that_is_not_in_the_text_is_no_part_of_a_sentence():
     texts = [_DEMO_SENTENCES['en'][i] for i in (0, 4, 7, 9, 12)]
     pause, wavs = np.zeros(RATE // 3, np.float32), [speak(t, 'en', VOICES['m3'])[0] / 2.**15 for t in texts]
     wav = np.concatenate([p for wav in wavs for p in (wav, pause)]).astype(np.float32)
-    spoken = _speak_sentences(_text_sentences(texts, 'en'), 'en')
-    speech, model = _comparable(_measure_sound(wav, RATE), spoken)
-    matches = [fit.match for fit in _found_sentences(align(speech, model), speech, model)]
+    spoken = speak_sentences(text_sentences(texts, 'en'), 'en')
+    speech, model = comparable(_measure_sound(wav, RATE), spoken)
+    matches = [fit.match for fit in found_sentences(align(speech, model), speech, model)]
     assert [m.sentence for m in matches] == [0, 1, 2, 3, 4]
     for m in matches[1:-1]:
         assert _without_foreign(_fit_words(m, speech, model), speech, model).match == m

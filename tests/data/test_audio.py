@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from xtts_nb.config import AudioConfig, UserError
 from xtts_nb.data.audio import (
-    _LOG_FLOOR, _audio_seconds, _check_native, decode_wav, _frame_count, griffin_lim, load_audio, log_mel,
-    log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, synthetic_voice, _wav_bytes,
+    _LOG_FLOOR, audio_seconds, check_native, decode_wav, frame_count, griffin_lim, load_audio, log_mel,
+    log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, synthetic_voice, wav_bytes,
     _wav_header)
 
 RATE = 22050
@@ -59,14 +59,14 @@ MP3S = {   # bytes, s
 def test_an_mp3_is_read_to_its_end(tmp_path, kind):
     content, seconds = MP3S[kind]
     (tmp_path / 'x.mp3').write_bytes(content())
-    assert _audio_seconds(tmp_path / 'x.mp3') == pytest.approx(seconds, abs=0.1)
+    assert audio_seconds(tmp_path / 'x.mp3') == pytest.approx(seconds, abs=0.1)
     assert len(load_audio(tmp_path / 'x.mp3', 48000)) == pytest.approx(48000 * seconds, abs=4800)
 
 def test_a_flac_of_unknown_length_is_measured(tmp_path):
     data = bytearray(sound('FLAC'))
     data[21], data[22:26] = data[21] & 0xF0, bytes(4)
     (tmp_path / 'x.flac').write_bytes(data)
-    assert _audio_seconds(tmp_path / 'x.flac') == 3
+    assert audio_seconds(tmp_path / 'x.flac') == 3
     assert np.abs(load_audio(tmp_path / 'x.flac', 48000) - VOICE).max() < 1e-4
 
 @pytest.mark.parametrize('kind, subtype', [('FLAC', None), ('OGG', 'VORBIS'), ('OGG', 'OPUS')])
@@ -76,7 +76,7 @@ def test_joined_files_are_read_or_refused(tmp_path, monkeypatch, kind, subtype):
         without.setitem(sys.modules, 'av', None)
         with pytest.raises(UserError, match='joined'): open_audio(tmp_path / 'x')
     pytest.importorskip('av')
-    assert _audio_seconds(tmp_path / 'x') == pytest.approx(6, abs=0.1)
+    assert audio_seconds(tmp_path / 'x') == pytest.approx(6, abs=0.1)
 
 @pytest.mark.parametrize('name, codec', [('x.m4a', 'aac'), ('x.aac', 'aac'), ('x.webm', 'libopus')])
 def test_what_phones_and_audiobooks_give(tmp_path, monkeypatch, name, codec):
@@ -128,7 +128,7 @@ def test_resampling_is_the_defining_sum(samples, old, new):
 def test_samples_are_written_as_libsndfile_writes_them(tmp_path):
     samples = np.array([0, 1, -2, 32767, -32768], np.int16)
     soundfile.write(tmp_path / 'b.wav', samples, 16000, subtype='PCM_16')
-    assert (tmp_path / 'b.wav').read_bytes() == _wav_bytes(samples, 16000)
+    assert (tmp_path / 'b.wav').read_bytes() == wav_bytes(samples, 16000)
     wav = np.array([0.5, -1, 1, 2, -2, 0.6 / 2**15, -0.6 / 2**15, 0.4 / 2**15], np.float32)
     assert np.frombuffer(_pcm16(wav), '<i2').tolist() == [16384, -32768, 32767, 32767, -32768, 1, -1, 0]
 
@@ -157,16 +157,16 @@ def encoded(**how):
     return file.getvalue()
 
 DATA, NOTE = chunk(b'data', SAMPLES.tobytes()), chunk(b'LIST', b'noise!')
-READ = {'plain': _wav_bytes(SAMPLES), 'of libsndfile': encoded(), 'a chunk before': wav_file(NOTE, DATA),
-        'a chunk behind': wav_file(DATA, NOTE), 'longer than it says': _wav_bytes(SAMPLES) + b'\0' * 8,
+READ = {'plain': wav_bytes(SAMPLES), 'of libsndfile': encoded(), 'a chunk before': wav_file(NOTE, DATA),
+        'a chunk behind': wav_file(DATA, NOTE), 'longer than it says': wav_bytes(SAMPLES) + b'\0' * 8,
         'data inside a chunk': wav_file(chunk(b'JUNK', b'data\4\0\0\0noise!'), DATA),
-        'one sample': _wav_bytes(SAMPLES[:1])}
+        'one sample': wav_bytes(SAMPLES[:1])}
 REFUSED = {'24 bits': encoded(subtype='PCM_24'), 'float': encoded(subtype='FLOAT'),
            'AVI': chunk(b'RIFF', b'AVI '),
            'extensible': encoded(format='WAVEX'), 'stereo': wav_file(DATA, channels=2), 'empty': b'',
            'rate': wav_file(DATA, rate=44100), 'FLAC': encoded(format='FLAC'), 'RF64': encoded(format='RF64'),
-           'cut off': _wav_bytes(SAMPLES)[:-500], 'RIFX': wav_file(DATA, mark=b'RIFX'),
-           'no data': wav_file(NOTE), 'chunks': wav_file(NOTE, NOTE, DATA), 'none': _wav_bytes(SAMPLES[:0]),
+           'cut off': wav_bytes(SAMPLES)[:-500], 'RIFX': wav_file(DATA, mark=b'RIFX'),
+           'no data': wav_file(NOTE), 'chunks': wav_file(NOTE, NOTE, DATA), 'none': wav_bytes(SAMPLES[:0]),
            'a chunk beyond': wav_file(b'LIST' + struct.pack('<I', 2**32 - 16), DATA),
            'data too long': wav_file(chunk(b'data', SAMPLES.tobytes())[:-9]),
            'endless': _wav_header(22050) + SAMPLES.tobytes()}
@@ -180,15 +180,15 @@ def test_native_reading_gives_the_samples_that_libsndfile_gives_or_names_the_fil
         if kind in READ:
             assert np.array_equal(in_graph(path), SAMPLES[:1] if kind == 'one sample' else SAMPLES), kind
             assert np.array_equal(load_audio(path) * 32768, in_graph(path)), kind
-            _check_native([path], 22050)
+            check_native([path], 22050)
             continue
         words = 'd.wav: is not what native reading takes, .* mono, at 22050 Hz; convert it'
         with pytest.raises(tf.errors.InvalidArgumentError, match=words): in_graph(path)
         with pytest.raises(UserError, match=f'bä{words}'): decode_wav(path)
         if kind in ('24 bits', 'float', 'AVI', 'stereo', 'rate', 'empty', 'FLAC'):   # by its header alone
-            with pytest.raises(UserError, match=f'bä{words}'): _check_native([path], 22050)
+            with pytest.raises(UserError, match=f'bä{words}'): check_native([path], 22050)
     assert not any('Py' in op.type for op in in_graph.get_concrete_function().graph.get_operations())
-    (tmp_path / 'bäd.wav').write_bytes(_wav_bytes(SAMPLES, 24000))
+    (tmp_path / 'bäd.wav').write_bytes(wav_bytes(SAMPLES, 24000))
     assert np.array_equal(decode_wav(path, 24000), SAMPLES)
 
 # --- mels -------------------------------------------------------------------------------------------
@@ -230,12 +230,12 @@ def test_the_mel_by_its_definition(audio, n_fft):
 
 @pytest.mark.parametrize('samples, n_fft', [(1, 1024), (255, 1024), (512, 1024), (600, 2048), (1024, 2048)])
 def test_a_clip_shorter_than_half_a_window_has_its_frames_or_is_refused(samples, n_fft):
-    "Never quietly fewer frames than `_frame_count` says, or none."
+    "Never quietly fewer frames than `frame_count` says, or none."
     wav = synthetic_voice(1.)[5000:5000 + samples]
-    assert log_mel_numpy(wav, n_fft).shape == (_frame_count(samples), 80)
+    assert log_mel_numpy(wav, n_fft).shape == (frame_count(samples), 80)
     try: mel = log_mel(wav, n_fft)
     except (UserError, ValueError, tf.errors.InvalidArgumentError): return
-    assert mel.shape == (_frame_count(samples), 80)
+    assert mel.shape == (frame_count(samples), 80)
 
 # --- back to sound ------------------------------------------------------------------------------------
 

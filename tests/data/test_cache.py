@@ -13,11 +13,11 @@ from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.cache import (
-    ARRAYS, Cache, _InFiles, _InMemory, _clip_limits, left_out_line, map_arrays, _read_manifest,
-    _verify_cache, _within_limits, _write_manifest, _write_shard, _write_table)
-from xtts_nb.data.corpora import _read_audio, read_corpus
+    ARRAYS, Cache, InFiles, InMemory, _clip_limits, left_out_line, map_arrays, read_manifest,
+    verify_cache, within_limits, write_manifest, write_shard, write_table)
+from xtts_nb.data.corpora import read_audio, read_corpus
 from xtts_nb.data.native import BatchPlan, WavReader, batches_of, _reader_of
-from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare
+from xtts_nb.data.prepare import ClipEncoder, mel_sample, encode_corpus
 from xtts_nb.data.repair import verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.models.dvae import load_dvae
@@ -47,9 +47,9 @@ def test_bad_clips_are_dropped_with_their_reason_as_far_as_is_allowed(mixed, sma
     tokenizer, allow = train_tokenizer(['aa bb'], ['en'], 48), lambda rate: small.replace(
         data={'max_drop_rate': rate})
     with pytest.raises(UserError, match='corpus.*6 of 9 clips cannot be used, .*data.max_drop_rate'):
-        prepare(mixed, tmp_path / 'out', allow(.66), dvae, tokenizer)
+        encode_corpus(mixed, tmp_path / 'out', allow(.66), dvae, tokenizer)
     assert not (tmp_path / 'out').exists()   # finished shards wait in `out.work`
-    report = prepare(mixed, tmp_path / 'out', allow(.67), dvae, tokenizer)
+    report = encode_corpus(mixed, tmp_path / 'out', allow(.67), dvae, tokenizer)
     dropped = {d['id']: d['reason'] for d in report['dropped']}
     assert report['clips'] == 3 and dropped.keys() == DROPPED.keys()
     assert all(DROPPED[k] in dropped[k] for k in DROPPED), dropped
@@ -76,7 +76,7 @@ def test_arrays_are_those_of_the_clips_in_memory_and_mapped(corpus, small, prepa
     dvae = load_dvae(prepared.folder / 'dvae.safetensors', prepared.config)
     encode = ClipEncoder(small, dvae, prepared.tokenizer)
     assert len(prepared) == len(clips) == 14 and len(prepared.manifest['shards']) == 3
-    for i, (clip, wav) in enumerate(_read_audio(clips[:6], small)):
+    for i, (clip, wav) in enumerate(read_audio(clips[:6], small)):
         made = encode(clip, wav)
         for kind, dtype in ARRAYS.items():
             for cache in (prepared, mapped):
@@ -94,7 +94,7 @@ def record(i, **changes):
 
 def test_more_shards_than_files_may_be_open(tmp_path):
     many, limit = 300, resource.getrlimit(resource.RLIMIT_NOFILE)
-    lines = [_write_shard(tmp_path / f'{i}', [record(i)]) for i in range(10)]
+    lines = [write_shard(tmp_path / f'{i}', [record(i)]) for i in range(10)]
     for i in range(10, many): os.link(tmp_path / f'{i % 10}', tmp_path / f'{i}')
     class Mapped(Cache):
         __init__, __len__, check_unchanged = object.__init__, lambda self: many, lambda self: None
@@ -108,7 +108,7 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     try:
         assert [int(cache.array('codes', i)[0]) for i in range(many)] == [i % 10 for i in range(many)]
         some = np.arange(3, many, 42)
-        rows = _InFiles(cache, ('codes',))('codes', some * 4, np.full(len(some), 4), 4)   # as in a graph
+        rows = InFiles(cache, ('codes',))('codes', some * 4, np.full(len(some), 4), 4)   # as in a graph
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert rows[:, 0].numpy().tolist() == (some % 10).tolist()
 
@@ -125,7 +125,7 @@ def test_what_is_damaged_is_found_and_not_opened(copy, how):
             flipped = whole[:-50] + bytes([whole[-50] ^ 255]) + whole[-49:]
             (copy / name).write_bytes({'cut off': whole[:len(whole) // 2], 'empty': b'',
                                        'longer': whole + b'x', 'flipped': flipped}[how])
-        problems = _verify_cache(copy)[1]
+        problems = verify_cache(copy)[1]
         assert {p['file'] for p in problems} == {name}
         assert how != 'missing' or problems[0]['problem'] == 'is missing'
         with pytest.raises(UserError, match=f'{name}: is '): Cache(copy, in_memory=True)
@@ -135,18 +135,18 @@ def test_what_is_damaged_is_found_and_not_opened(copy, how):
         (copy / name).write_bytes(whole)
     for content in (b'', b'{', b'[]', b'{"format": 1}'):
         (copy / 'manifest.json').write_bytes(content)
-        checked, (problem,) = _verify_cache(copy)
+        checked, (problem,) = verify_cache(copy)
         assert checked == 1 and (problem['file'], problem['clip']) == ('manifest.json', '')
         with pytest.raises(UserError, match='manifest.json'): Cache(copy)
 
 def test_a_whole_cache_has_no_problem_but_what_belongs_to_nothing(copy):
     seen = []
-    checked, problems = _verify_cache(copy, lambda *done: seen.append(done))
+    checked, problems = verify_cache(copy, lambda *done: seen.append(done))
     assert problems == [] and checked == 14 + len(list(copy.iterdir())) - 4   # 3 shards, the page
     assert seen == [(5, 14), (10, 14), (14, 14)]
     shutil.copy(copy / 'shard-00002.safetensors', copy / 'shard-00003.safetensors')
     (copy / 'notes.txt').write_text('mine')
-    assert [(p['file'], p['problem']) for p in _verify_cache(copy)[1]] == [
+    assert [(p['file'], p['problem']) for p in verify_cache(copy)[1]] == [
         (name, 'belongs to nothing') for name in ('notes.txt', 'shard-00003.safetensors')]
 
 WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'),
@@ -160,17 +160,17 @@ WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'),
 def test_a_record_that_was_written_wrong_is_found(copy, kind):
     "Bytes and checksums agree, the sense does not."
     changes, problem = WRONG[kind]
-    facts = _read_manifest(copy)
+    facts = read_manifest(copy)
     rows, ids = list(Cache(copy).clips)[:5], Cache(copy).tokenizer.size
     for line in facts['shards']: (copy / line['file']).unlink()
     if None in changes.get('text', ()): changes = {'text': [0, 1, ids]}
     good = {'codes': [0, 1, 31, 0], 'text': [0, ids - 1, 1]}   # the first and the last that there are
     made = [record(i, **(changes if i == 3 else good)) for i in range(5)]
-    line = {'number': 0} | _write_shard(copy / 'shard-00000.safetensors', made)
-    _write_table(copy, [(0, rows, map_arrays(copy / line['file']))])
-    _write_manifest(copy, {k: v for k, v in facts.items() if k not in ('format', 'files')}
+    line = {'number': 0} | write_shard(copy / 'shard-00000.safetensors', made)
+    write_table(copy, [(0, rows, map_arrays(copy / line['file']))])
+    write_manifest(copy, {k: v for k, v in facts.items() if k not in ('format', 'files')}
                    | {'shards': [line]})
-    (found,) = _verify_cache(copy)[1]
+    (found,) = verify_cache(copy)[1]
     assert problem in found['problem'] and found['clip'] == ('' if 'length' in kind else rows[3]['id'])
 
 # --- parts of a cache, and its rows in a graph --------------------------------------------------------
@@ -182,7 +182,7 @@ def test_limits_to_the_sample_and_the_token():
     limits = DataConfig(min_seconds=1., max_seconds=2.00001, max_text_tokens=8)   # 44100.2 samples
     assert [np.flatnonzero(out).tolist() for out in _clip_limits(cache, limits).values()] == [
         [0, 5], [3], [4, 5]]
-    assert np.flatnonzero(_within_limits(cache, limits)).tolist() == [1, 2]
+    assert np.flatnonzero(within_limits(cache, limits)).tolist() == [1, 2]
     assert left_out_line(cache, limits) == (
         'fake: 4 of 6 clips are left out: 2 shorter than data.min_seconds 1.0, '
         '1 longer than data.max_seconds 2.00001, 2 of more text tokens than data.max_text_tokens 8.')
@@ -194,7 +194,7 @@ def test_the_arrays_of_a_cache_are_in_memory_once_and_on_the_host(prepared, smal
     cache = Cache(prepared.folder)
     for plan in (BatchPlan(cache, small.data), BatchPlan(cache, small.data, np.arange(3))):
         assert _reader_of(plan) is _reader_of(plan)
-        for kind, held in _reader_of(plan).rows.flat.items():
+        for kind, held in _reader_of(plan).gather.flat.items():
             assert address(held()) == address(getattr(cache, kind)), kind
     for budget in (0., 1.):
         reader = _reader_of(BatchPlan(Cache(prepared.folder, ram_budget=budget), small.data))
@@ -221,12 +221,12 @@ def test_the_budget_decides_where_nothing_else_does(prepared):
 @pytest.fixture
 def replaced(copy, corpus, small, tokenizer):
     "Replaces the cache `copy` by one with other codes and files of the same sizes."
-    return lambda: prepare(corpus, copy, small, fake_dvae.Fake(gain=2.), tokenizer, shard_clips=5)
+    return lambda: encode_corpus(corpus, copy, small, fake_dvae.Fake(gain=2.), tokenizer, shard_clips=5)
 
 def test_a_plan_goes_on_with_the_cache_that_it_was_made_of(copy, replaced, small):
     "In memory or from files, whose batches are the same."
     plans = [BatchPlan(Cache(copy, in_memory), small.data) for in_memory in (True, False)]
-    assert [type(_reader_of(plan).rows) for plan in plans] == [_InMemory, _InFiles]
+    assert [type(_reader_of(plan).gather) for plan in plans] == [InMemory, InFiles]
     batch = lambda plan, step: _reader_of(plan)(tf.constant(step, tf.int64))
     before = [batch(plans[0], step) for step in range(8)]
     sources = [iter(plan.stream(0, 8)) for plan in plans]
@@ -246,7 +246,7 @@ def test_what_is_opened_after_the_cache_was_replaced_is_refused(copy, replaced, 
     def late(path):   # the manifest of one and the shards of the other
         monkeypatch.undo()
         verify_and_fix_cache(copy)
-        prepare(mapped.manifest['source']['corpus'], copy, small, fake_dvae.Fake(), mapped.tokenizer)
+        encode_corpus(mapped.manifest['source']['corpus'], copy, small, fake_dvae.Fake(), mapped.tokenizer)
         return real(path)
     for use in (lambda: mapped.array('codes', 13), lambda: BatchPlan(mapped, small.data).stream(),
                 lambda: next(iter(plan.stream())),
@@ -258,13 +258,13 @@ def test_recordings_of_a_replaced_cache_are_refused(corpus, small, tokenizer, tm
     runtime, rows = small.replace(data={'preprocessing_mode': 'runtime'}), tmp_path / 'corpus'
     shutil.copytree(corpus, rows)
     for path in (rows / 'wavs').iterdir(): soundfile.write(path, soundfile.read(path)[0][::2], 11025)
-    prepare(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
+    encode_corpus(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
     plan = BatchPlan(Cache(tmp_path / 'out'), runtime.data)
     batches = iter(batches_of(WavReader(plan, np.ones(80, np.float32)), runtime.data))
     next(batches)
     table = (rows / 'metadata.csv').read_text().splitlines(keepends=True)
     (rows / 'metadata.csv').write_text(''.join(table[::-1]))
-    prepare(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
+    encode_corpus(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
     with pytest.raises(tf.errors.InvalidArgumentError, match='out: was replaced while it was read'):
         for _ in range(20): next(batches)
 

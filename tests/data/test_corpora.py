@@ -14,9 +14,9 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import corpora
 from xtts_nb.data.audio import load_audio, resample, save_audio, synthetic_voice
 from xtts_nb.data.corpora import (
-    Clip, _Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE, _measure_clip,
-    _read_audio, read_corpus, _read_rows, _reason_kind, report_text, summary, synthetic_corpus, visible)
-from xtts_nb.data.prepare import prepare
+    Clip, Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE, measure_clip,
+    read_audio, read_corpus, _read_rows, reason_kind, report_text, summary, synthetic_corpus, visible)
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.data.text import clean
 
 LINE = 'low-0|aa bb|aa bb|low|en'   # a row that can be used
@@ -133,7 +133,7 @@ def pipe(path): path.parent.mkdir(exist_ok=True), os.mkfifo(path)
 def test_metadata_of_which_nothing_can_be_read(folder, small, dvae, tmp_path, make, named):
     source = make(folder)
     with pytest.raises(UserError) as e:
-        prepare(source if str(source).endswith('nowhere') else folder, tmp_path / 'out', small, dvae)
+        encode_corpus(source if str(source).endswith('nowhere') else folder, tmp_path / 'out', small, dvae)
     assert named in str(e.value) and not (tmp_path / 'out').exists()
 
 def test_sound_may_lie_behind_a_link(folder, tmp_path):
@@ -503,14 +503,14 @@ BAD = {   # name: bytes, reason
 
 def load(path, content, config=CONFIG):
     if content is not None: path.write_bytes(content)
-    [(_, found)] = _read_audio([Clip('x', 'a', 'a', 'en', path)], config)
+    [(_, found)] = read_audio([Clip('x', 'a', 'a', 'en', path)], config)
     return found
 
 @pytest.mark.parametrize('name', GOOD)
 def test_sound_that_is_read_as_it_is(tmp_path, name):
     content, error = GOOD[name]
     wav = load(tmp_path / name, content)
-    assert not isinstance(wav, _Dropped), wav
+    assert not isinstance(wav, Dropped), wav
     assert wav.dtype == np.float32 and abs(len(wav) - 22050) < 1200   # ADPCM fills its last block
     assert np.abs(wav[500:21000] - VOICE[500:21000]).max() < error
     assert np.array_equal(wav, load_audio(tmp_path / name))
@@ -519,7 +519,7 @@ def test_sound_that_is_read_as_it_is(tmp_path, name):
 def test_sound_that_is_left_out_with_a_reason(tmp_path, name):
     content, reason = BAD.get(name, (None, 'missing'))
     dropped = load(tmp_path / name, content)
-    assert isinstance(dropped, _Dropped) and reason in dropped.reason and str(tmp_path) not in dropped.reason
+    assert isinstance(dropped, Dropped) and reason in dropped.reason and str(tmp_path) not in dropped.reason
     assert len(dropped.reason.splitlines()) == 1 and dropped.reason[-1] != '.'
 
 LEVEL = np.where(np.arange(22050) % 2, 1, -1)
@@ -534,13 +534,13 @@ def test_what_is_just_taken_and_just_not(tmp_path, wishes, good, bad, reason):
     assert isinstance(load(tmp_path / 'x.wav', sound(subtype='FLOAT', wav=good), config), np.ndarray)
     assert reason in load(tmp_path / 'x.wav', sound(subtype='FLOAT', wav=bad), config).reason
     for promised, cut in ((44544, False), (44548, True)):   # 44100 bytes: one of a hundred may be missing
-        assert isinstance(load(tmp_path / 'x.wav', head(promised)), _Dropped) == cut
+        assert isinstance(load(tmp_path / 'x.wav', head(promised)), Dropped) == cut
 
 def page(flags, rest=b'\xff', length=99): return b'OggS\0' + bytes([flags]) + rest * length
 
 def test_clips_come_in_order_for_any_number_of_workers(corpus, small):
     clips = read_corpus(corpus)[0]
-    runs = [[(c.id, len(w)) for c, w in _read_audio(clips, small.replace(data={'num_workers': n}), chunk=3)]
+    runs = [[(c.id, len(w)) for c, w in read_audio(clips, small.replace(data={'num_workers': n}), chunk=3)]
             for n in (1, 4)]
     assert runs[0] == runs[1] and [i for i, _ in runs[0]] == [c.id for c in clips]
 
@@ -548,7 +548,7 @@ def test_clips_come_in_order_for_any_number_of_workers(corpus, small):
 
 PARTS = 'peak', 'clipped', 'leading', 'inner', 'trailing'
 
-def measured(wav, *names): return [_measure_clip(np.float32(wav), 22050)[k] for k in names or PARTS]
+def measured(wav, *names): return [measure_clip(np.float32(wav), 22050)[k] for k in names or PARTS]
 
 @pytest.mark.parametrize('scale', [1., 0.05])
 def test_a_frame_is_silent_below_a_hundredth_of_the_loudest(scale):
@@ -578,14 +578,14 @@ def test_reasons_of_one_kind_are_counted_together():
     reasons = ['the file wavs/a.wav is missing', 'the file b: 3 (x).wav is missing', 'not UTF-8: "a"',
                'line 3 has 4 columns instead of id|text', 'line 17 has 1 columns instead of id|text',
                '12.00 s, longer than data.max_seconds 11.6', '600.01 s, longer than data.max_seconds 9']
-    report = summary([row('a')], [_Dropped(str(i), r) for i, r in enumerate(reasons)])
+    report = summary([row('a')], [Dropped(str(i), r) for i, r in enumerate(reasons)])
     assert report['reasons'] == {
         'the file … is missing': 2, 'not UTF-8': 1, 'line N has N columns instead of id|text': 2,
-        'N s, longer than data.max_seconds N': 2} and {*map(_reason_kind, reasons)} == {*report['reasons']}
+        'N s, longer than data.max_seconds N': 2} and {*map(reason_kind, reasons)} == {*report['reasons']}
 
 def test_no_name_forges_a_line():
     report = summary([row('a\nclipped 99', speaker='\u202ex\n'), row('b', sound='a\nclipped 99')],
-                     [_Dropped('c\ndropped 0', 'bad')])
+                     [Dropped('c\ndropped 0', 'bad')])
     text = report_text(report)
     assert '\u202e' not in text and not any(
         line.startswith(('clipped 99', 'dropped 0')) for line in text.splitlines())
@@ -596,7 +596,7 @@ def test_the_report_to_read_and_its_numbers():
     table = [row(name, 'hello' if i else 'a ', str(i), 1 / 3 if i < 10 else 2., leading=1 / 3,
                  inner=(name == 'f') / 3, clipped=clipped.get(name, 0.), sound='ddddaabbccc'[i])
              for i, name in enumerate('abcdefghijk')]
-    report = summary(table, [_Dropped('x', 'bad'), _Dropped('y', 'bad'), _Dropped('z', 'worse')])
+    report = summary(table, [Dropped('x', 'bad'), Dropped('y', 'bad'), Dropped('z', 'worse')])
     text = report_text(report, most=2)
     assert '11 clips (a = b = c; e = f; g = h)' in text and '7: g 70%, a 7%, b 6%, c 5%, d 4%' in text
     assert '  2 × bad\n' in text and text.endswith('  x: bad\n  y: bad\n  and 1 more\n')

@@ -163,8 +163,8 @@ def test_finished_recordings_are_kept(tmp_path, monkeypatch):
     def speak_some(text, language):
         spoken.append(text)
         if len(spoken) == 13: raise KeyboardInterrupt   # the third recording
-        return espeak._speak_words(text, language)
-    monkeypatch.setattr(align, '_speak_words', speak_some)
+        return espeak.speak_words(text, language)
+    monkeypatch.setattr(align, 'speak_words', speak_some)
     again = lambda: run(tmp_path / 'book', tmp_path / 'out')
     (tmp_path / 'out.unfinished').mkdir()
     (tmp_path / 'out.unfinished' / 'mine').touch()
@@ -228,7 +228,7 @@ def test_each_folder_of_recordings_is_a_speaker(tmp_path):
     found = {speaker: ' '.join(r.text for r in rows if r.speaker == speaker) for speaker in ('Anna_M', 'Ben')}
     assert found == {'Anna_M': ' '.join(spoken['Anna M']), 'Ben': ' '.join(spoken['Ben'])}
     assert {s['source'] for s in result['clips'] + result['dropped']} == {'Anna M/1.wav', 'Ben/1.wav'}
-    again = cut._recut(tmp_path / 'all', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')['clips']
+    again = cut.recut(tmp_path / 'all', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')['clips']
     assert again == [{k: v for k, v in c.items() if k != 'score'} for c in result['clips']]
     assert [r.speaker for r in read_corpus(tmp_path / 'same')[0]] == [r.speaker for r in rows]
     soundfile.write(tmp_path / 'all' / 'own.wav', np.zeros(RATE), RATE)   # then only what lies there itself
@@ -271,7 +271,7 @@ def test_what_has_no_text_is_transcribed_and_the_transcript_is_aligned(tmp_path,
     transcript = (tmp_path / 'out' / cut._TRANSCRIPT).read_text(encoding='utf-8')
     assert transcript.split('\n\n') == [
         ' '.join([*texts[:5], made_up]), ' '.join(texts[5:10]), ' '.join(texts[10:12]), '']
-    with pytest.raises(UserError, match='1.wav.*--transcribe MODEL'):
+    with pytest.raises(UserError, match='1.wav.*`transcribe`, a Whisper model'):
         run(folder / '1.wav', tmp_path / 'no')
     monkeypatch.setattr(Whisper, 'said', {'1.wav': None})
     with pytest.raises(UserError, match='valid language code.*1.wav'):
@@ -288,14 +288,14 @@ def test_a_corrected_table_is_cut_again(tmp_path):
     first, table = run(source, tmp_path / 'out'), tmp_path / 'out' / 'cuts.csv'
     lines = table.read_text().splitlines()
     assert lines[0] == 'source|start|end|text' and len(lines) == len(first['clips']) + 1
-    same = cut._recut(source, table, tmp_path / 'same', 'en')
+    same = cut.recut(source, table, tmp_path / 'same', 'en')
     assert same['clips'] == [{k: v for k, v in c.items() if k != 'score'} for c in first['clips']]
     assert same['dropped'] == first['dropped'] and {d['reason'] for d in same['dropped']} == {'pause'}
     for name in ('b\udcf6.wav', 'book.wav'): (tmp_path / name).hardlink_to(source)
     with pytest.raises(UserError, match='is not UTF-8'):
         run(tmp_path / 'b\udcf6.wav', tmp_path / 'no', text=source.with_suffix('.txt'))
     (tmp_path / 'new.csv').write_text(f'{lines[0]}\nbook.wav|0.5|2|One | two.\nbook.wav| 1.5 |3|Three.\n')
-    result = cut._recut(tmp_path / 'book.wav', tmp_path / 'new.csv', tmp_path / 'new', 'EN')
+    result = cut.recut(tmp_path / 'book.wav', tmp_path / 'new.csv', tmp_path / 'new', 'EN')
     rows = read_corpus(tmp_path / 'new')[0]
     assert [(r.text, r.speaker, r.language) for r in rows] == [
         ('One two.', 'book', 'en'), ('Three.', 'book', 'en')]
@@ -315,7 +315,7 @@ def test_a_line_that_cannot_be_cut_is_named(tmp_path, line, named):
     table = f'source|start|end|text\n{line}\n'.encode(errors='surrogateescape')
     (tmp_path / 'cuts.csv').write_bytes(table)
     with pytest.raises(UserError) as e:
-        cut._recut(tmp_path / 'all', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
+        cut.recut(tmp_path / 'all', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
     assert named in str(e.value) and not (tmp_path / 'out').exists()
 
 # --- clips and their texts ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from xtts_nb.data.cache import Cache, left_out_line
 from xtts_nb.data.native import (
     BatchPlan, CacheReader, MelReader, WavReader, batches_of, bucket_of, bucket_shapes,
     _fixed_shape, speech_lengths)
-from xtts_nb.data.prepare import Loudness, lesson_cache, prepare
+from xtts_nb.data.prepare import Loudness, lesson_cache, encode_corpus
 
 # --- buckets ----------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, tokenizer, s
     for name, n in (('a', 11520), ('b', 11100)):
         save_audio(tmp_path / 'corpus/wavs' / f'{name}.wav', synthetic_voice(1.)[:n])
     (tmp_path / 'corpus/metadata.csv').write_text('a|aa|aa\nb|bb|bb\n')
-    prepare(tmp_path / 'corpus', tmp_path / 'cache', small, Fake(), tokenizer)
+    encode_corpus(tmp_path / 'corpus', tmp_path / 'cache', small, Fake(), tokenizer)
     plan = BatchPlan(Cache(tmp_path / 'cache'), small.data.model_copy(update={'buckets': 1, 'batch_size': 2}))
     batch = next(iter(batches_of(MelReader(plan, stats), plan.data)))
     assert batch['mel'].shape == (2, 1 + 11520 // 256, 80)

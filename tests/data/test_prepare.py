@@ -18,13 +18,13 @@ from process import Forked, server, tree
 from xtts_nb.config import UserError
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import decode_wav, load_audio, save_audio, synthetic_voice
-from xtts_nb.data.cache import Cache, _read_manifest, _verify_cache, _write_manifest
+from xtts_nb.data.cache import Cache, read_manifest, verify_cache, write_manifest
 from xtts_nb.data.corpora import read_corpus
 from xtts_nb.data.merge import merge_caches
-from xtts_nb.data.prepare import ClipEncoder, _choose_mode, prepare, _run_jobs, _work_folder
+from xtts_nb.data.prepare import ClipEncoder, _choose_mode, encode_corpus, _run_jobs, _work_folder
 from xtts_nb.data.repair import verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
-from xtts_nb.files import _PART, read_json, write_json
+from xtts_nb.files import PART, read_json, write_json
 
 def convert(path, rate=22050, channels=1, subtype='PCM_16', **how):
     soundfile.write(path, np.stack([soundfile.read(path)[0]] * channels, 1), rate, subtype, **how)
@@ -52,23 +52,23 @@ def test_a_changed_setting_makes_again_what_depends_on_it(
     sections, arguments, expected = CHANGES[change]
     config, arguments = small.replace(**sections), {'dvae': Fake(), 'tokenizer': tokenizer,
                                                     'shard_clips': 5} | arguments
-    made = prepare(corpus, copy, config, **arguments)['made']
+    made = encode_corpus(corpus, copy, config, **arguments)['made']
     assert (made['codes'], made['text'], made['mel']) == expected
     assert (calls['codes'], calls['mel']) == expected[::2]
-    prepare(corpus, tmp_path / 'fresh', config, **arguments)
+    encode_corpus(corpus, tmp_path / 'fresh', config, **arguments)
     assert tree(copy) == tree(tmp_path / 'fresh')
 
 def test_only_changed_rows_and_recordings_are_made(mine, small, tokenizer, tmp_path, calls):
-    prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
+    encode_corpus(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
     text = (mine / 'metadata.csv').read_text().splitlines()
     save_audio(mine / 'wavs' / 'low-0.wav', synthetic_voice(0.9))
     save_audio(mine / 'wavs' / 'new.wav', synthetic_voice(0.9))
     text[1] = 'low-1|hh|hh|low|en'
     (mine / 'metadata.csv').write_text('\n'.join(['new|aa|aa|low|en', *text[:2], *text[3:]]))   # no low-2
     calls |= dict.fromkeys(calls, 0)
-    report = prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
+    report = encode_corpus(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
     assert report['made'] == {'codes': 2, 'text': 3, 'mel': 2} and calls == {'codes': 2, 'mel': 2}
-    prepare(mine, tmp_path / 'fresh', small, Fake(), tokenizer, shard_clips=5)
+    encode_corpus(mine, tmp_path / 'fresh', small, Fake(), tokenizer, shard_clips=5)
     assert tree(tmp_path / 'out') == tree(tmp_path / 'fresh')
 
 KINDS_OF_SOUND = [{}, {'subtype': 'FLOAT'}, {'channels': 2}, {'rate': 44100}, {'subtype': 'PCM_24'},
@@ -89,7 +89,7 @@ def stamps(folder):
 @pytest.mark.parametrize('mode', ['precompute', 'runtime'])
 def test_what_is_up_to_date_is_not_touched(sounds, small, tokenizer, tmp_path, calls, mode):
     config, out = small.replace(data={'preprocessing_mode': mode, 'min_seconds': 0.1}), tmp_path / 'out'
-    run = lambda **how: prepare(sounds, out, config, Fake(), tokenizer, shard_clips=4, **how)
+    run = lambda **how: encode_corpus(sounds, out, config, Fake(), tokenizer, shard_clips=4, **how)
     first, before, many = run(), stamps(out), dict(calls)
     assert run() == first | {'up_to_date': True, 'made': dict.fromkeys(first['made'], 0)}
     assert stamps(out) == before and calls == many and not first['up_to_date']
@@ -113,9 +113,9 @@ def test_finished_shards_are_taken_over_if_they_fit(mine, small, tokenizer, tmp_
     def stop(done, total):
         if done == 11: raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        prepare(mine, out, small, dvae, tokenizer, shard_clips=5, progress=stop)
+        encode_corpus(mine, out, small, dvae, tokenizer, shard_clips=5, progress=stop)
     with pytest.raises(UserError, match='holds no cache; .*out.work keeps what an earlier run'): Cache(out)
-    (work / f'shard-00002.safetensors.0123abcd{_PART}').write_bytes(b'of a run that was killed')
+    (work / f'shard-00002.safetensors.0123abcd{PART}').write_bytes(b'of a run that was killed')
     shard = work / 'shard-00001.safetensors'
     if change == 'DVAE': dvae = Fake(gain=1.5)
     if change == 'recording': save_audio(mine / 'wavs' / 'low-0.wav', synthetic_voice(0.9))
@@ -127,26 +127,26 @@ def test_finished_shards_are_taken_over_if_they_fit(mine, small, tokenizer, tmp_
         shard.rename(thesis := tmp_path / 'thesis')
         write_json(work / 'shard-00001.json', facts | {'line': facts['line'] | {'file': '../thesis'}})
         before = thesis.read_bytes()
-    assert prepare(mine, out, config, dvae, tokenizer, shard_clips=5)['made']['codes'] == TAKEN[change]
-    prepare(mine, tmp_path / 'fresh', config, dvae, tokenizer, shard_clips=5)
+    assert encode_corpus(mine, out, config, dvae, tokenizer, shard_clips=5)['made']['codes'] == TAKEN[change]
+    encode_corpus(mine, tmp_path / 'fresh', config, dvae, tokenizer, shard_clips=5)
     assert tree(out) == tree(tmp_path / 'fresh') and not work.exists()
     assert change != 'a shard outside' or thesis.read_bytes() == before
 
 def test_too_many_dropped_clips_cost_no_finished_shard(mine, small, tokenizer, tmp_path):
     for name in ('low-4', 'low-5'): (mine / 'wavs' / f'{name}.wav').write_text('no sound')   # a shard of 2
-    run = lambda rate: prepare(mine, tmp_path / 'out', small.replace(data={'max_drop_rate': rate}), Fake(),
-                               tokenizer, shard_clips=2)
+    run = lambda rate: encode_corpus(mine, tmp_path / 'out', small.replace(data={'max_drop_rate': rate}),
+                                     Fake(), tokenizer, shard_clips=2)
     with pytest.raises(UserError, match='2 of 14'): run(0.1)
     assert [p.name for p in tmp_path.glob('out*')] == ['out.work']
     assert run(0.2)['made']['codes'] == 0 and [p.name for p in tmp_path.glob('out*')] == ['out']
-    assert len(Cache(tmp_path / 'out')) == 12 and not _verify_cache(tmp_path / 'out')[1]
+    assert len(Cache(tmp_path / 'out')) == 12 and not verify_cache(tmp_path / 'out')[1]
 
 def test_a_killed_worker_costs_no_finished_shard(corpus, small, tokenizer, undisturbed, tmp_path, capfd):
     out, more = tmp_path / 'out', {'shard_clips': 2, 'workers': 1}
     with pytest.raises(UserError, match='ended before its work was done'):
-        prepare(corpus, out, small, Dying(), tokenizer, **more)
+        encode_corpus(corpus, out, small, Dying(), tokenizer, **more)
     assert f'{out}.work: keeps 3 finished shards; the same command continues' in capfd.readouterr().err
-    assert prepare(corpus, out, small, Fake(), tokenizer, **more)['made']['codes'] == 14 - 3 * 2
+    assert encode_corpus(corpus, out, small, Fake(), tokenizer, **more)['made']['codes'] == 14 - 3 * 2
     assert f'{out}.work: an earlier run left 3 finished shards' in capfd.readouterr().err
     assert tree(out) == undisturbed and [p.name for p in tmp_path.iterdir()] == ['out']
 
@@ -156,7 +156,7 @@ def test_a_full_disk_costs_no_finished_shard(mine, small, tokenizer, tmp_path, w
     for i in range(6): save_audio(mine / 'wavs' / f'long-{i}.wav', synthetic_voice(2.))
     with open(mine / 'metadata.csv', 'a') as rows:
         rows.writelines(f'long-{i}|aa bb|aa bb|low|en\n' for i in range(6))
-    run = lambda kind, out='out', workers=workers: prepare(
+    run = lambda kind, out='out', workers=workers: encode_corpus(
         mine, tmp_path / out, small, kind(), tokenizer, shard_clips=5, workers=workers)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if not workers: largest_file(120_000)   # a worker has limits of its own
@@ -170,7 +170,7 @@ def test_a_full_disk_costs_no_finished_shard(mine, small, tokenizer, tmp_path, w
     assert tree(tmp_path / 'out') == tree(tmp_path / 'fresh') and not (tmp_path / 'out.work').exists()
 
 @pytest.mark.parametrize('there, ours', [
-    (['lock'], True), (['lock', 'plan.json'], True), ([f'plan.json.0123abcd{_PART}'], True),
+    (['lock'], True), (['lock', 'plan.json'], True), ([f'plan.json.0123abcd{PART}'], True),
     (['config.yaml'], False), (['plan.json', 'config.yaml'], True), (['x', 'plan.json'], False),
     (None, False), ('a plan of mine', False)])
 def test_a_work_folder_of_somebody_else_is_left_alone(tmp_path, there, ours):
@@ -198,7 +198,7 @@ def test_a_folder_is_replaced_only_if_all_of_it_is_a_cache(mine, small, tokenize
     if kind == 'notes': (copy / 'notes.txt').write_text('mine')
     if kind == 'recordings': shutil.copytree(mine / 'wavs', copy / 'audio')
     kept = tree(tmp_path)
-    writers = lambda: prepare(mine, out, small, Fake(), tokenizer), lambda: merge_caches([copy], out)
+    writers = lambda: encode_corpus(mine, out, small, Fake(), tokenizer), lambda: merge_caches([copy], out)
     for write in writers:
         with pytest.raises(UserError, match='holds something'): write()
         assert tree(tmp_path) == kept
@@ -207,7 +207,7 @@ def test_a_folder_is_replaced_only_if_all_of_it_is_a_cache(mine, small, tokenize
 
 def test_the_same_bytes_for_any_number_of_threads_and_processes(corpus, small, dvae, prepared, tmp_path):
     "The real encoder; in the workers TensorFlow has one thread, here it has two."
-    prepare(corpus, tmp_path / 'b', small, dvae, shard_clips=5, workers=2)
+    encode_corpus(corpus, tmp_path / 'b', small, dvae, shard_clips=5, workers=2)
     assert tree(tmp_path / 'b') == tree(prepared.folder)
 
 @pytest.fixture(scope='module', autouse=True)
@@ -223,7 +223,7 @@ def test_a_worker_that_fails_is_reported_and_nobody_is_left(corpus, small, token
     children = lambda: [p for p in me.children(recursive=True)
                         if p not in before and 'resource_tracker' not in ' '.join(p.cmdline())]
     with pytest.raises(RuntimeError, match='these weights are odd'):
-        prepare(corpus, tmp_path / 'out', small, Odd(), tokenizer, workers=1)
+        encode_corpus(corpus, tmp_path / 'out', small, Odd(), tokenizer, workers=1)
     assert not list(tmp_path.glob('out*')) and not children()
     for job, answer in _run_jobs(range(5), 1, begin_adding):
         assert answer == job + 1 and children()
@@ -234,13 +234,13 @@ PROGRAM = '''
 import sys
 from fake_dvae import Slow
 from xtts_nb.config import XTTSConfig, setup_tf
-from xtts_nb.data.prepare import prepare
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.data.text import Tokenizer
 corpus, out, config, tokenizer, workers = sys.argv[1:]
 setup_tf(threads=2)
 print('ready', flush=True)
-prepare(corpus, out, XTTSConfig.load(config), Slow(), Tokenizer.load(tokenizer), shard_clips=2,
-        workers=int(workers))
+encode_corpus(corpus, out, XTTSConfig.load(config), Slow(), Tokenizer.load(tokenizer), shard_clips=2,
+              workers=int(workers))
 '''
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def start(corpus, small, tokenizer, tmp_path):
 @pytest.fixture(scope='session')
 def undisturbed(corpus, small, tokenizer, tmp_path_factory):
     out = tmp_path_factory.mktemp('undisturbed') / 'out'
-    prepare(corpus, out, small, Fake(), tokenizer, shard_clips=2)
+    encode_corpus(corpus, out, small, Fake(), tokenizer, shard_clips=2)
     return tree(out)
 
 def shards(tmp_path): return len(list((tmp_path / 'here' / 'out.work').glob('shard-*.json')))
@@ -276,8 +276,8 @@ def test_kill_at_any_moment(start, corpus, small, tokenizer, undisturbed, tmp_pa
     child.communicate()
     assert not out.exists() or tree(out) == undisturbed
     kept = 7 if out.exists() else shards(tmp_path)
-    assert prepare(corpus, out, small, Fake(), tokenizer, shard_clips=2)['made']['codes'] == 14 - 2 * kept
-    assert kept >= done
+    made = encode_corpus(corpus, out, small, Fake(), tokenizer, shard_clips=2)['made']
+    assert made['codes'] == 14 - 2 * kept and kept >= done
     assert tree(out) == undisturbed and [p.name for p in (tmp_path / 'here').iterdir()] == ['out']
 
 @pytest.mark.slow
@@ -289,13 +289,13 @@ def test_workers_end_with_their_parent(start, corpus, small, tokenizer, undistur
         time.sleep(0.01)
     workers = psutil.Process(child.pid).children(recursive=True)
     with pytest.raises(UserError, match='is being prepared by another run'):
-        prepare(corpus, tmp_path / 'here' / 'out', small, Fake(), tokenizer, shard_clips=2)
+        encode_corpus(corpus, tmp_path / 'here' / 'out', small, Fake(), tokenizer, shard_clips=2)
     child.send_signal(how)
     _, err = child.communicate(timeout=60)
     assert len(workers) >= 2 and not psutil.wait_procs(workers, 20)[1]
     assert err.count('Traceback') == (how == signal.SIGINT), err
     assert not (tmp_path / 'here' / 'out').exists() and 1 <= shards(tmp_path) < 7
-    prepare(corpus, tmp_path / 'here' / 'out', small, Fake(), tokenizer, shard_clips=2)
+    encode_corpus(corpus, tmp_path / 'here' / 'out', small, Fake(), tokenizer, shard_clips=2)
     assert tree(tmp_path / 'here' / 'out') == undisturbed
 
 # --- parts --------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Elsewhere(Fake):
 def test_a_part_whose_codes_come_out_differently_is_named(mine, small, tokenizer, tmp_path, capsys):
     folders = [tmp_path / str(i) for i in (1, 2, 3)]
     for i, (folder, kind) in enumerate(zip(folders, (Fake, Elsewhere, Fake)), 1):
-        prepare(mine, folder, small, kind(), tokenizer, shard_clips=5, part=(i, 3))
+        encode_corpus(mine, folder, small, kind(), tokenizer, shard_clips=5, part=(i, 3))
     for path in (mine / 'wavs').glob('high-[3456].wav'): path.unlink()   # those of the third part
     capsys.readouterr()
     merge_caches(folders, tmp_path / 'merged', load=load)
@@ -327,7 +327,7 @@ PARTS = {   # part, settings, DVAE, words of the error
     'damaged': ((2, 3), {}, Fake(), 'shard-00004.* is damaged')}
 
 def test_parts_become_the_whole_if_they_belong_together(mine, small, tokenizer, tmp_path, capsys):
-    make = lambda out, part=(1, 1), dvae=None, **data: prepare(
+    make = lambda out, part=(1, 1), dvae=None, **data: encode_corpus(
         mine, tmp_path / out, small.replace(data=data), dvae or Fake(), tokenizer, shard_clips=3, part=part)
     parts = [tmp_path / str(i) for i in (1, 2, 3)]
     for i in (1, 2, 3): make(str(i), (i, 3))
@@ -352,21 +352,21 @@ def test_parts_become_the_whole_if_they_belong_together(mine, small, tokenizer, 
 
 def test_runtime_mode_writes_what_native_reading_does_not_take(sounds, small, tokenizer, tmp_path):
     config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})
-    report = prepare(sounds, tmp_path / 'out', config, Fake(), tokenizer, shard_clips=4)
+    report = encode_corpus(sounds, tmp_path / 'out', config, Fake(), tokenizer, shard_clips=4)
     cache = Cache(tmp_path / 'out')
     assert report['mode'] == cache.manifest['mode'] == 'runtime'
     assert len(cache) == len(KINDS_OF_SOUND), report['dropped']
     assert cache.wav_path(0) == sounds / 'wavs' / 'low-0.wav'
     assert ['wav' in row for row in cache.clips] == [bool(kind) for kind in KINDS_OF_SOUND]
     for i, row in enumerate(cache.clips):
-        wav = decode_wav(str(cache.wav_path(i))).numpy() / 32768
-        original = load_audio(sounds / row['path'])
+        wav, original = decode_wav(str(cache.wav_path(i))).numpy() / 32768, load_audio(sounds / row['path'])
         assert len(wav) == cache.samples[i] and np.abs(wav - original).max() < 4e-5
         assert cache.codes_length[i] == -(-len(original) // 1024)
         assert cache.mel_length[i] == 1 + len(original) // 256
         assert tokenizer.decode(cache.array('text', i)) == '[en]' + row['text']
     with pytest.raises(UserError, match='holds no codes; prepare it'): cache.array('codes', 0)
-    for i in (1, 2): prepare(sounds, tmp_path / str(i), config, Fake(), tokenizer, shard_clips=4, part=(i, 2))
+    for i in (1, 2):
+        encode_corpus(sounds, tmp_path / str(i), config, Fake(), tokenizer, shard_clips=4, part=(i, 2))
     merge_caches([tmp_path / '1', tmp_path / '2'], tmp_path / 'merged')
     assert tree(tmp_path / 'merged') == tree(tmp_path / 'out')
     whole, (one, two, *_) = tree(tmp_path / 'out'), sorted((tmp_path / 'out' / 'audio').iterdir())
@@ -381,14 +381,14 @@ def test_runtime_mode_writes_what_native_reading_does_not_take(sounds, small, to
 def test_names_that_are_not_utf8_are_written_down_escaped(mine, small, tokenizer, tmp_path):
     with open(mine / 'metadata.csv', 'ab') as file: file.write(b'lo\xffw|aa bb\n')
     config = small.replace(data={'max_drop_rate': 0.5})
-    report = prepare(mine, tmp_path / 'out', config, Fake(), tokenizer)
+    report = encode_corpus(mine, tmp_path / 'out', config, Fake(), tokenizer)
     assert [d['id'] for d in report['dropped']] == ['lo\\udcffw']
     for name in (b'anna.wav', b'anna.normalized.txt', b'be\xff.wav', b'be\xff.normalized.txt'):
         path = os.path.join(os.fsencode(tmp_path / 'libri/anna/1'), name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if name.endswith(b'txt'): open(path, 'w').write('aa bb')
         else: shutil.copyfile(mine / 'wavs/low-1.wav', path)
-    report = prepare(tmp_path / 'libri', tmp_path / 'out', config, Fake(), tokenizer)
+    report = encode_corpus(tmp_path / 'libri', tmp_path / 'out', config, Fake(), tokenizer)
     assert [d['id'] for d in report['dropped']] == ['be\\udcff']
 
 def test_the_mode_follows_the_size(mine, small):
@@ -408,12 +408,12 @@ def test_parts_of_a_recording_are_cut_out(small, tokenizer, tmp_path, mode):
     save_audio(folder / 'talk.wav', np.concatenate(wavs))
     (folder / 'metadata.csv').write_text('file,offset,duration,text\ntalk.wav,0,1,aa\ntalk.wav,1,1.5,bb\n')
     config = small.replace(data={'preprocessing_mode': mode})
-    assert [prepare(folder, tmp_path / 'out', config, Fake(), tokenizer)['up_to_date'] for _ in range(2)] == [
-        False, True]
+    run = lambda: encode_corpus(folder, tmp_path / 'out', config, Fake(), tokenizer)['up_to_date']
+    assert [run(), run()] == [False, True]
     cache = Cache(tmp_path / 'out')
     assert [(c['text'], c['seconds']) for c in cache.clips] == [('aa', 1.), ('bb', 1.5)]
     for i, wav in enumerate(wavs): assert np.allclose(load_audio(cache.wav_path(i)), wav, atol=1e-4)
-    assert not _verify_cache(tmp_path / 'out')[1]
+    assert not verify_cache(tmp_path / 'out')[1]
 
 # --- repair -------------------------------------------------------------------------------------------
 
@@ -454,7 +454,7 @@ def test_only_the_damaged_record_is_encoded(copy, straight, calls, monkeypatch):
 
 def test_what_cannot_be_repaired_says_why(mine, small, tokenizer, tmp_path):
     out, voice, there = tmp_path / 'out', mine / 'wavs/low-1.wav', tmp_path / 'there'
-    prepare(mine, out, small, Fake(), tokenizer, shard_clips=5)
+    encode_corpus(mine, out, small, Fake(), tokenizer, shard_clips=5)
     shard, whole, good = out / 'shard-00000.safetensors', tree(out), voice.read_bytes()
     flip_mel(shard, Cache(out), 1)
     before = shard.read_bytes()
@@ -473,7 +473,7 @@ def test_what_cannot_be_repaired_says_why(mine, small, tokenizer, tmp_path):
 def test_a_clip_is_not_encoded_without_what_encoded_the_others(corpus, small, tmp_path):
     "A tokenizer is learned again, but only from the corpus from which it was learned."
     out, own, shard = tmp_path / 'out', tmp_path / 'own', 'shard-00000.safetensors'
-    prepare(corpus, out, small, Fake(), train_tokenizer(['abcdefgh'], ['en'], 40))
+    encode_corpus(corpus, out, small, Fake(), train_tokenizer(['abcdefgh'], ['en'], 40))
     first = tree(out)
     for name in ('dvae.safetensors', 'config.yaml', 'manifest.json', 'tokenizer.json'):
         flip(out / name, 200)
@@ -483,7 +483,7 @@ def test_a_clip_is_not_encoded_without_what_encoded_the_others(corpus, small, tm
         assert result['failed'] == result['bad'] and all(p['reason'] for p in result['problems']), name
         assert tree(out) == kept
         for file in (name, shard): (out / file).write_bytes(first[file])
-    prepare(corpus, own, small, Fake())
+    encode_corpus(corpus, own, small, Fake())
     whole = tree(own)
     flip(own / 'tokenizer.json', 200)
     assert verify_and_fix_cache(own, fix=True, load=load)['fixed'] == 1
@@ -495,7 +495,7 @@ def test_clips_that_were_left_out_and_recordings_of_its_own_are_found_again(mine
     convert(mine / 'wavs/low-3.wav', subtype='FLOAT')
     out = tmp_path / 'out'
     config = small.replace(data={'preprocessing_mode': 'runtime', 'max_drop_rate': 0.5})
-    prepare(mine, out, config, Fake(), tokenizer, shard_clips=5)
+    encode_corpus(mine, out, config, Fake(), tokenizer, shard_clips=5)
     whole, own = tree(out), 'audio/00000-00003.wav'
     for names in ([own], ['clips.jsonl'], ['index.safetensors', 'shard-00001.safetensors'],
                   ['report.json', 'shard-00000.safetensors']):
@@ -503,11 +503,11 @@ def test_clips_that_were_left_out_and_recordings_of_its_own_are_found_again(mine
         assert verify_and_fix_cache(out, fix=True, load=load)['failed'] == 0, names
         assert tree(out) == whole, names
 
-MINE = 'thesis.txt', 'my-voice.wav', 'notes.part', 'index.safetensors.123.part', f'film.0123abcd{_PART}'
+MINE = 'thesis.txt', 'my-voice.wav', 'notes.part', 'index.safetensors.123.part', f'film.0123abcd{PART}'
 
 def test_leftovers_go_and_what_is_not_ours_stays(copy, straight, tmp_path):
     for name in ('index.safetensors', 'shard-00009.safetensors'):
-        (copy / f'{name}.0123abcd{_PART}').write_bytes(b'half')
+        (copy / f'{name}.0123abcd{PART}').write_bytes(b'half')
     (copy / 'shard-00009.safetensors').write_bytes(b'old')
     for name in MINE: (copy / name).write_text('mine')
     result = verify_and_fix_cache(copy, fix=True, load=load)
@@ -526,18 +526,18 @@ def own_sound(corpus, small, tokenizer, tmp_path_factory):
     home = tmp_path_factory.mktemp('own')
     shutil.copytree(corpus, home / 'corpus')
     convert(home / 'corpus/wavs/low-0.wav', subtype='FLOAT')
-    prepare(home / 'corpus', home / 'cache', small.replace(data={'preprocessing_mode': 'runtime'}), Fake(),
-            tokenizer)
+    config = small.replace(data={'preprocessing_mode': 'runtime'})
+    encode_corpus(home / 'corpus', home / 'cache', config, Fake(), tokenizer)
     return home / 'cache'
 
 def seal(folder, **facts):
     "Write the manifest again, as somebody does who wants it to be believed."
-    kept = {k: v for k, v in _read_manifest(folder).items() if k not in ('format', 'files')}
-    _write_manifest(folder, kept | facts)
+    kept = {k: v for k, v in read_manifest(folder).items() if k not in ('format', 'files')}
+    write_manifest(folder, kept | facts)
 
 def name_a_shard_outside(cache, outside):
     (cache / 'shard-00000.safetensors').rename(outside / 'shard.safetensors')
-    shards = _read_manifest(cache)['shards']
+    shards = read_manifest(cache)['shards']
     seal(cache, shards=[shards[0] | {'file': '../outside/shard.safetensors'}, *shards[1:]])
 
 def name_a_recording_outside(cache, outside):
@@ -563,6 +563,6 @@ def test_a_cache_reaches_nothing_outside_its_folder(own_sound, tmp_path, trick):
     for read in (lambda: Cache(cache).wav_path(0), lambda: Cache(cache, in_memory=False).wav_path(0),
                  lambda: merge_caches([cache], tmp_path / 'merged')):
         with pytest.raises(UserError, match='leads out of this folder'): read()
-    for problems in (_verify_cache(cache)[1], verify_and_fix_cache(cache, fix=True, load=load)['problems']):
+    for problems in (verify_cache(cache)[1], verify_and_fix_cache(cache, fix=True, load=load)['problems']):
         assert any('leads out of this folder' in p['problem'] for p in problems)
     assert tree(outside) == before and not (tmp_path / 'merged').exists()

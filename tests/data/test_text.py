@@ -10,9 +10,9 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.text import (
-    _ABBREVIATIONS, _chinese_number, clean, _clean_for, _clean_persian, _fold_language, _hindi_words,
+    _ABBREVIATIONS, _chinese_number, clean, clean_for, _clean_persian, fold_language, _hindi_words,
     _japanese_reader, _LANGUAGES, learn_merges, _number_words, plain_markdown, _RULES, _spell_chinese,
-    _spell_numbers, _SYMBOLS, _TEXT_STOP, Tokenizer, train_tokenizer)
+    _spell_numbers, _SYMBOLS, TEXT_STOP, Tokenizer, train_tokenizer)
 from xtts_nb.files import fingerprint
 
 TEXTS = ['The old dog sleeps.', 'The cold fog creeps, and the old dog sleeps.', 'Der alte Hund schläft.',
@@ -105,7 +105,7 @@ def test_clean(text, cleaned): assert clean(text) == cleaned and clean(cleaned) 
     ('ja', 'パピ ポ', 'papi po'), ('en', 'a\x07b', 'a b'),
     ('zh-hk', '早', '早'), ('zh-tw', '早', 'zao3'), ('zh', '早', 'zao3'), ('en-gb', '3', 'three')])
 def test_what_people_write_is_said_as_they_mean_it(language, text, cleaned):
-    assert _clean_for(text, language) == cleaned
+    assert clean_for(text, language) == cleaned
 
 @pytest.mark.parametrize('language, text, cleaned', [
     ('sv', '12 katter, -3,5', 'tolv katter, minus tre komma fem'), ('uk', '2', 'два'), ('kab', '3 x', '3 x'),
@@ -133,19 +133,19 @@ Z = '\u200c'   # the half-space of Persian
     ('الف & ب', 'الف و ب'), ('12.50 متر، 15% و 10:30', 'دوازده ممیز پنجاه متر، پانزده درصد و ده و سی دقیقه'),
     ('5.', 'پنج.'), ('0.00', 'صفر ممیز صفر صفر'), ('1:05', 'یک و پنج دقیقه'), ('£2', 'دو پوند'),
     ('1,00', 'یک,صفر'), ('1' + '0' * 14, 'صد تریلیون')])
-def test_persian(text, cleaned): assert _clean_for(text, 'fa') == _clean_persian(cleaned) == cleaned
+def test_persian(text, cleaned): assert clean_for(text, 'fa') == _clean_persian(cleaned) == cleaned
 
 @pytest.mark.parametrize('language', [l for l in _LANGUAGES if l != 'ja'])
 def test_no_number_is_too_much(language):
     "5000 digits are more than Python reads."
     for number in ('1' * 400, '1' * 5000, '1' * 400 + '.5', '$' + '9' * 30, '1.' + '3' * 40, '0' * 50, '$',
                    '1,', '£1.2.3', '1.000.00,5', '00.00'):
-        said = _clean_for(f'x {number} y', language)
+        said = clean_for(f'x {number} y', language)
         assert said.startswith('x') and (language == 'zh-cn' or not {*said} & {*'0123456789'}), number
 
 def test_nothing_stays_nothing_and_tables_are_whole():
     for language in _LANGUAGES:
-        for text in ('', ' ', '\t\n', '"', '"" ""'): assert _clean_for(text, language).strip(' "') == ''
+        for text in ('', ' ', '\t\n', '"', '"" ""'): assert clean_for(text, language).strip(' "') == ''
     assert all(set(row) == set('&@%#$£°') and all(row.values()) for row in _SYMBOLS.values())
     assert {*_ABBREVIATIONS} | {l.split('-')[0] for l in _LANGUAGES} - {'ja'} <= {*_SYMBOLS}
 
@@ -155,8 +155,8 @@ def test_nothing_stays_nothing_and_tables_are_whole():
 def test_a_missing_library_is_asked_for_only_where_it_is_needed(monkeypatch, language, text, package):
     _japanese_reader.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf'{package}.*xtts_nb\[languages\]'): _clean_for(text, language)
-    assert _clean_for('Good & bad', 'ru').startswith('good')
+    with pytest.raises(UserError, match=rf'{package}.*xtts_nb\[languages\]'): clean_for(text, language)
+    assert clean_for('Good & bad', 'ru').startswith('good')
     _japanese_reader.cache_clear()
 
 # --- what of a text can be said -----------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_decoding_gives_the_cleaned_text_and_the_tag(tokenizer):
             ids = tokenizer.encode(text, language)
             assert tokenizer.decode(ids) == f'[{language}]{clean(text)}'
             assert ids[:1] == tokenizer.encode('', language)
-            assert _TEXT_STOP not in ids and tokenizer.start not in ids and max(ids) < tokenizer.size
+            assert TEXT_STOP not in ids and tokenizer.start not in ids and max(ids) < tokenizer.size
     assert tokenizer.languages == sorted(TAGS) and tokenizer.start == 3
     assert [tokenizer.bpe.id_to_token(i) for i in range(4)] == ['[STOP]', '[UNK]', '[SPACE]', '[START]']
     assert len(tokenizer.encode('the old dog', 'en')) < 1 + len('the old dog') - 2   # merges shorten
@@ -223,7 +223,7 @@ def test_decoding_gives_the_cleaned_text_and_the_tag(tokenizer):
 def test_case_and_region_of_a_language_do_not_matter(tokenizer):
     for codes, language in (('en EN en-US en_GB', 'en'), ('zh ZH zh-CN zh-tw cmn', 'zh-cn'), ('fa-IR', 'fa')):
         for code in [*codes.split(), f' {language} ']:
-            assert tokenizer.language(code) == _fold_language(code) == language
+            assert tokenizer.language(code) == fold_language(code) == language
             assert tokenizer.encode('the', code) == tokenizer.encode('the', language)
     codes = 'kab', 'kmr', 'ckb', 'fil', 'yue', 'pt', 'pt-br'
     many = train_tokenizer(TEXTS, codes, 128)
@@ -259,7 +259,7 @@ def test_a_mark_written_in_a_text_is_unknown(tokenizer):
     "It is refused before it could act as a mark; capitals never do."
     for text in ('[STOP]', '[START] the', 'the[UNK]', '[SPACE]', '[en] the', 'the [de]'):
         assert {'[', ']'} <= set(tokenizer.unknown(text))
-        assert not {_TEXT_STOP, tokenizer.start} & set(tokenizer.encode(text, 'en'))
+        assert not {TEXT_STOP, tokenizer.start} & set(tokenizer.encode(text, 'en'))
 
 CHILD = '''
 import hashlib, sys

@@ -246,7 +246,7 @@ def test_tensors_are_read_without_pytorch(tmp_path, monkeypatch):
     x, path = np.arange(12, dtype=np.float32), tmp_path / 'x.pth'
     turned = torch_file.tensor(0, 12, (2, 3), (1, 4), 2)
     torch_file.write_dict(path, {'a': {'b': x.reshape(1, 3, 4)}, 'c': x[:1] / 2}, turned=turned)
-    found = convert._read_plain_pth(path)
+    found = convert.read_plain_pth(path)
     assert [*found] == ['a', 'c', 'turned'] and found['c'].tolist() == [0]
     assert np.array_equal(found['a']['b'], x.reshape(1, 3, 4))
     assert np.array_equal(found['turned'], [[2, 6, 10], [3, 7, 11]])
@@ -263,7 +263,7 @@ def test_a_name_in_a_file_of_tensors_is_refused(tmp_path, monkeypatch, code, nam
     monkeypatch.chdir(tmp_path)
     torch_file.write_dict(tmp_path / 'x.pth', {'a': np.ones(2, np.float32)}, more=code)
     with pytest.raises(UserError, match=f'x.pth: asks for {named}, which could run code'):
-        convert._read_plain_pth(tmp_path / 'x.pth')
+        convert.read_plain_pth(tmp_path / 'x.pth')
     assert not (tmp_path / 'ran').exists()
 
 @pytest.mark.parametrize('pickled', [
@@ -274,6 +274,6 @@ def test_a_name_in_a_file_of_tensors_is_refused(tmp_path, monkeypatch, code, nam
     ids='beyond end repeated back rank missing huge call empty state'.split())
 def test_a_damaged_file_of_tensors_is_named(tmp_path, pickled):
     torch_file.write(tmp_path / 'x.pth', pickled, [np.arange(4, dtype=np.float32)])
-    try: found = convert._read_plain_pth(tmp_path / 'x.pth')
+    try: found = convert.read_plain_pth(tmp_path / 'x.pth')
     except UserError as e: assert re.match('.*x.pth: not readable as a PyTorch file of tensors', str(e))
     else: assert found == {}   # a state that a dictionary ignores

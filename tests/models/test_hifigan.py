@@ -6,7 +6,7 @@ import tensorflow as tf
 from benchmarks.parity import voice_parity
 from xtts_nb.models.hifigan import (
     adversarial_loss, Conv2D, critic_loss, feature_loss, _fold_weight_norm, PeriodDiscriminator, stretch,
-    _unfold_weight_norm)
+    unfold_weight_norm)
 
 @pytest.mark.parametrize('scale', [4.0, 24000 / 22050, 0.8, 0.5])
 @pytest.mark.parametrize('length', [1, 2, 7, 50])
@@ -30,7 +30,7 @@ def test_voice_and_sound_are_those_of_coqui_tts(toy, toy_xtts, toy_inputs, their
 def test_a_kernel_of_nothing_has_a_direction_and_no_length():
     kernel = np.random.randn(5, 4, 3).astype(np.float32)
     kernel[..., 1] = 0
-    length, direction = _unfold_weight_norm(kernel)
+    length, direction = unfold_weight_norm(kernel)
     assert np.allclose(length[0, 0], np.sqrt((kernel**2).sum((0, 1)))) and (direction[..., 1] == 1).all()
     assert np.allclose(_fold_weight_norm(length, direction), kernel, atol=1e-6)
 

@@ -12,36 +12,36 @@ from xtts_nb.data.audio import load_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
 from xtts_nb.speech import evaluate as page, fixed_sentences
 from xtts_nb.speech.evaluate import (
-    _choose_trials, evaluate, _read_clips, _score_sounds, _source_sounds, _Trial)
+    _choose_trials, evaluate, _read_clips, score_sounds, source_sounds, Trial)
 from xtts_nb.speech.model_card import model_card
 from xtts_nb.speech.score_page import evaluation_report
 from xtts_nb.speech.scores import (
-    _end_judge, judged, _MAIN_SOURCES, _RATE, scores_text, _Sound, _SOUND_SOURCES, _speaker_judge,
-    spread, _Wanted, _warping_judge, _word_errors, _words_judge)
+    end_judge, judged, _MAIN_SOURCES, _RATE, scores_text, Sound, SOUND_SOURCES, speaker_judge,
+    spread, Wanted, warping_judge, _word_errors, words_judge)
 
-def voice(seconds=0.5, pitch=120.): return _Sound(synthetic_voice(seconds, pitch, _RATE), _RATE)
+def voice(seconds=0.5, pitch=120.): return Sound(synthetic_voice(seconds, pitch, _RATE), _RATE)
 
-def silence(seconds=0.5): return _Sound(np.zeros(int(seconds * _RATE)), _RATE)
+def silence(seconds=0.5): return Sound(np.zeros(int(seconds * _RATE)), _RATE)
 
-def wanted(recorded, text='Hello, world', language='en'): return _Wanted(text, language, recorded, recorded)
+def wanted(recorded, text='Hello, world', language='en'): return Wanted(text, language, recorded, recorded)
 
 def test_a_sound_begins_and_ends_where_it_is_loud():
     tone = 0.5 * np.sin(np.arange(_RATE // 2))
     quiet = np.concatenate([np.zeros(_RATE // 10), 0.02 * tone, tone, 0.001 * tone])   # -28 and -54 dB
-    sound = _Sound(quiet, _RATE)
+    sound = Sound(quiet, _RATE)
     assert (sound.sounds[0], sound.sounds[-1]) == (10, 109) and sound.seconds == 1.
-    assert _Sound(np.repeat(quiet, 2), 2 * _RATE).seconds == pytest.approx(1., abs=0.02)
-    assert silence().seconds == 0 and not len(_Sound(np.full(_RATE, 1e-4), _RATE).sounds)
-    assert len(_Sound(tone[:50], _RATE).mel) > 1
+    assert Sound(np.repeat(quiet, 2), 2 * _RATE).seconds == pytest.approx(1., abs=0.02)
+    assert silence().seconds == 0 and not len(Sound(np.full(_RATE, 1e-4), _RATE).sounds)
+    assert len(Sound(tone[:50], _RATE).mel) > 1
 
 def test_distance_length_and_end():
-    noise = _Sound(np.random.default_rng(0).normal(0, .1, _RATE), _RATE)
-    judge, slow = _warping_judge(), voice(0.75)
+    noise = Sound(np.random.default_rng(0).normal(0, .1, _RATE), _RATE)
+    judge, slow = warping_judge(), voice(0.75)
     assert judge(slow, wanted(voice()))['duration'] == pytest.approx(1.5, abs=0.05)
     assert judge(slow, wanted(voice()))['mel'] < 0.5 * judge(noise, wanted(voice()))['mel']
     assert judge(silence(), wanted(voice())) == {'mel': None, 'duration': None}
     tone = np.sin(np.arange(_RATE) * .5).astype(np.float32) * .5
-    end = lambda wav: _end_judge()(_Sound(wav, _RATE), None)['end']
+    end = lambda wav: end_judge()(Sound(wav, _RATE), None)['end']
     for after, level in ((tone[:0], 0), (.01 * tone, -40), (np.zeros(400, np.float32), -3)):   # half of 50 ms
         assert end(np.r_[tone, after]) == pytest.approx(level, abs=.2)
     assert end(np.zeros(_RATE)) is None
@@ -66,20 +66,20 @@ def test_whisper_hears_the_sound_itself(monkeypatch):
             said = 'hello world' if np.abs(wav).max() > .01 else 'Thank you.'
             return [SimpleNamespace(text=said, end=1.)], SimpleNamespace(duration=1., language=language)
     monkeypatch.setitem(sys.modules, 'faster_whisper', SimpleNamespace(WhisperModel=Whisper))
-    judge = _words_judge('small')
+    judge = words_judge('small')
     assert judge(voice(), wanted(voice())) == {'cer': 0, 'wer': 0}
     assert judge(silence(), wanted(voice()))['wer'] == 100
     assert judge(voice(), wanted(voice(), language='xx')) == {}
     monkeypatch.setitem(sys.modules, 'faster_whisper', None)
     for model in (None, 'small'):
-        with pytest.raises(UserError, match='transcribe'): _words_judge(model)
+        with pytest.raises(UserError, match='transcribe'): words_judge(model)
 
 def test_a_speaker_resembles_itself(singer, xtts):
-    judge, low, high = _speaker_judge(singer.xtts), voice(1.), voice(1., 230.)
+    judge, low, high = speaker_judge(singer.xtts), voice(1.), voice(1., 230.)
     same, other = (judge(sound, wanted(low))['speaker'] for sound in (low, high))
     assert same == pytest.approx(1, abs=1e-5) and other < same
     assert judge(silence(), wanted(low)) == {'speaker': None}
-    with pytest.raises(UserError, match='no speaker encoder'): _speaker_judge(xtts)
+    with pytest.raises(UserError, match='no speaker encoder'): speaker_judge(xtts)
 
 def test_none_is_worst_and_quartiles_run_from_best_to_worst():
     assert spread('low', [5, 1, None, 3, 2]) == {'median': 3, 'low': 2, 'high': 5, 'clips': 5, 'missing': 1}
@@ -115,7 +115,7 @@ def test_trials_are_held_out_and_their_references_are_not():
     unseen = [c.id for c in CLIPS if c.speaker == 'y']   # a voice that was never seen
     assert all(t.reference.speaker == 'y' and t.reference.text != t.clip.text
                for t in _choose_trials(CLIPS, unseen, 9))
-    assert _choose_trials(CLIPS[:1]) == [_Trial(CLIPS[0], CLIPS[0], None, None)]
+    assert _choose_trials(CLIPS[:1]) == [Trial(CLIPS[0], CLIPS[0], None, None)]
 
 @pytest.fixture(scope='module')
 def evaluation(xtts, prepared):
@@ -128,7 +128,7 @@ def test_every_source_of_every_clip_is_scored(evaluation, prepared, corpus):
                                 'held_out': True}
     mel, duration, cer, wer, speaker = evaluation.scores
     assert mel['recording']['median'] < 0.05 < mel['copy']['median'] and duration['recording']['median'] == 1
-    assert [mel[name]['clips'] for name in _SOUND_SOURCES] == [3] * 6
+    assert [mel[name]['clips'] for name in SOUND_SOURCES] == [3] * 6
     for row, word in ((cer, 'Whisper'), (wer, 'Whisper'), (speaker, 'speaker encoder')):
         assert not row['offered'] and word in row['fault'] and 'recording' not in row
     assert json.loads(json.dumps(evaluation.to_dict()))['offered'] == evaluation.offered
@@ -189,10 +189,10 @@ def test_fixed_sentences(xtts, prepared, tmp_path, monkeypatch):
 def test_what_cannot_be_scored(xtts, evaluation):
     "A silent recording is refused, and a score without a clip says so; given speech is kept."
     spoken = {name: [evaluation.sounds[name][0].wav] for name in ('model', 'untrained')}
-    sounds = _source_sounds(xtts, evaluation.trials[:1], spoken=spoken)
+    sounds = source_sounds(xtts, evaluation.trials[:1], spoken=spoken)
     assert all(sounds[name][0].wav is wav for name, (wav,) in spoken.items())
     with pytest.raises(UserError, match='is silent'):
-        _score_sounds(evaluation.sounds | {'recording': [silence()] * 3}, evaluation.trials)
-    (row,) = _score_sounds(evaluation.sounds, evaluation.trials,
-                           judges={('wer',): lambda: lambda spoken, wanted: {}})
+        score_sounds(evaluation.sounds | {'recording': [silence()] * 3}, evaluation.trials)
+    (row,) = score_sounds(evaluation.sounds, evaluation.trials,
+                          judges={('wer',): lambda: lambda spoken, wanted: {}})
     assert row['fault'] == 'no clip of a language that it knows' and not row['offered']

@@ -11,7 +11,7 @@ from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.listen import Listener, _spoken_distance, words_heard
 from xtts_nb.train import runs
 from xtts_nb.train.begin import begin
-from xtts_nb.train.finetune import _make_update
+from xtts_nb.train.finetune import make_update
 from xtts_nb.train.runs import export_run, new_run
 from xtts_nb.train.trainer import Trainer
 
@@ -79,10 +79,10 @@ def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
         if name.endswith('project/kernel'): v.assign(keras.random.normal(v.shape, stddev=0.3))
     clips, held = np.arange(4, len(prepared)), np.array([0, 1, 2, 3])
     data = config.data.model_copy(update={'buckets': 1})
-    update = _make_update(xtts.gpt, config.training.gpt, [(5, 48)])
+    update = make_update(xtts.gpt, config.training.gpt, [(5, 48)])
     fixed = BatchPlan(prepared, data, held, fixed=True)
     return Trainer(xtts, BatchPlan(prepared, data, clips), folder, fixed, update,
-                   listen=Listener(xtts, prepared, held, 3))
+                   listener=Listener(xtts, prepared, held, 3))
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kind, ema', [('lora', 0.5), ('rows', 0.), ('whole', 0.5)])

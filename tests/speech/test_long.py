@@ -6,7 +6,7 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
-from xtts_nb.data.sentences import sentences, _separable
+from xtts_nb.data.sentences import sentences, separable
 from xtts_nb.data.text import _LANGUAGES
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.guard import _Rate
@@ -37,7 +37,7 @@ def check(text, language, most):
     place = 0
     for piece in pieces:
         assert piece.text and weigh(piece.text) <= most and len(piece.text.strip()) <= limit
-        assert 0 <= piece.pause <= 0.7 and (not place or _separable(text, place))
+        assert 0 <= piece.pause <= 0.7 and (not place or separable(text, place))
         place += len(piece.text)
 
 @pytest.mark.parametrize('language', EVERY)

@@ -13,10 +13,10 @@ def plain(small):
 def runtime(corpus, mini, dvae, prepared, tmp_path_factory):
     "The corpus of `prepared` for batches of one shape, its codes left to be made; to be read only."
     from xtts_nb.data.cache import Cache
-    from xtts_nb.data.prepare import prepare
+    from xtts_nb.data.prepare import encode_corpus
     out = tmp_path_factory.mktemp('runtime') / 'cache'
     settings = mini.replace(data={'preprocessing_mode': 'runtime', 'buckets': 1})
-    prepare(corpus, out, settings, dvae, prepared.tokenizer, shard_clips=5)
+    encode_corpus(corpus, out, settings, dvae, prepared.tokenizer, shard_clips=5)
     return Cache(out)
 
 @pytest.fixture

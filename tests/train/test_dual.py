@@ -16,8 +16,8 @@ from process import main, python, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan, _CodeReader, _reader_of
-from xtts_nb.data.prepare import prepare
-from xtts_nb.devices import _DevicePlan
+from xtts_nb.data.prepare import encode_corpus
+from xtts_nb.devices import DevicePlan
 from xtts_nb.models.dvae import load_dvae
 from xtts_nb.train import dual as page
 from xtts_nb.train.distributed import Share, _code_feed
@@ -27,7 +27,7 @@ from xtts_nb.train.dual import (
 from xtts_nb.train.profile import device_placement, placement_summary
 from xtts_nb.train.runs import new_run
 
-ONE = _DevicePlan({}, 'CPU:0', 'CPU:0')
+ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
 
 @pytest.fixture
 def nobody_stays():
@@ -190,7 +190,7 @@ def test_a_batch_is_copied_by_one_program(runtime, mini, batch):
     finally: op_callbacks.remove_op_callback(note)
     assert len(ran) == 1 and 'all_to_model' in ran[0]
     assert copied.keys() == batch.keys() and all(np.array_equal(copied[k], batch[k]) for k in batch)
-    feed.devices = _DevicePlan({}, 'GPU:0', 'GPU:1')
+    feed.devices = DevicePlan({}, 'GPU:0', 'GPU:1')
     assert feed.where == {'host': 'CPU:0', 'data': 'GPU:0', 'copy': 'GPU:1', 'model': 'GPU:1'}
 
 def test_no_batch_waits_on_the_gpu_where_the_settings_say_so(runtime, mini):
@@ -209,7 +209,7 @@ def test_what_a_data_device_cannot_do(prepared, runtime, mini):
 @pytest.mark.cpu
 def test_a_recording_that_is_gone(mine, mini, dvae, prepared, tmp_path):
     settings = mini.replace(data={'preprocessing_mode': 'runtime'})
-    prepare(mine, tmp_path / 'cache', settings, dvae, prepared.tokenizer)
+    encode_corpus(mine, tmp_path / 'cache', settings, dvae, prepared.tokenizer)
     trainer = dual_trainer(Cache(tmp_path / 'cache'), mini, ONE)
     for wav in mine.rglob('*.wav'): wav.unlink()
     with pytest.raises(UserError, match='verify --fix'): trainer.fit(4)
@@ -225,7 +225,7 @@ def test_devices_without_memory_are_named(runtime, mini, batch, monkeypatch):
     with pytest.raises(UserError, match='^CPU:0: out of memory while it made a batch of 4 clips'):
         with feed(plan, 0, 2) as batches: next(batches)
     def read(self, step): return {'wav': tf.fill(tf.reshape(step, [1]) + 2**46, 0.) + 1}
-    monkeypatch.setattr(page._SoundReader, '__call__', read)
+    monkeypatch.setattr(page.SoundReader, '__call__', read)
     with pytest.raises(UserError, match='out of memory while recordings were read'): next(sound_batches(plan))
 
 @pytest.mark.slow

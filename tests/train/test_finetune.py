@@ -19,22 +19,22 @@ from cheap import read_eagerly
 from process import started, tree, xtts_nb
 from xtts_nb.config import GPTTraining, UserError, XTTSConfig
 from xtts_nb.data.cache import Cache
-from xtts_nb.data.prepare import prepare
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.data.text import Tokenizer, train_tokenizer
 from xtts_nb.files import named_weights, read_tensors, save_weights, write_tensors
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
-from xtts_nb.models.xtts import _POLICIES, XTTS
+from xtts_nb.models.xtts import POLICIES, XTTS
 from xtts_nb.records import recorded
 from xtts_nb.sampler import GPU
 from xtts_nb.train import memory
 from xtts_nb.train.begin import begin
 from xtts_nb.train.finetune import (
-    _DerivedWeights, grow, _grow_tokenizer, _low_rank_parts, _make_update, _new_rows, read_texts, _row_parts)
+    _DerivedWeights, grow, _grow_tokenizer, _low_rank_parts, make_update, new_rows, read_texts, _row_parts)
 from xtts_nb.train.learning_rate import find_learning_rate, plot_learning_rate
 from xtts_nb.train.memory import (
-    _activation_count, _check_memory, _find_batch_size, _free_memory, _memory_budget, _MEMORY_ERROR,
+    _activation_count, check_memory, _find_batch_size, _free_memory, _memory_budget, _MEMORY_ERROR,
     memory_needs, _memory_settings, parameter_counts, _run_trial, _trainable_count)
 from xtts_nb.train.runs import export_run, new_run
 from xtts_nb.train.step import compile_step, random_batch, token_counts, Update
@@ -131,8 +131,8 @@ def rows(plain) -> dict: return random_batch(plain, 12, 20)
 def made(config, kind, **changes) -> Update:
     config = config.replace(training={'gpt': {'finetune': kind, 'learning_rate': 1e-2}}).replace(**changes)
     keras.utils.set_random_seed(0)
-    gpt = GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision])
-    update = _make_update(gpt, config.training.gpt, RUNS)
+    gpt = GPT(config, 5, dtype=POLICIES[config.training.gpt.precision])
+    update = make_update(gpt, config.training.gpt, RUNS)
     if kind == 'lora':   # as after some training: a zero hides half of the gradients
         for v in update.weights: v.assign(v.value + 0.02 * keras.random.normal(v.shape, seed=1))
     return update
@@ -205,11 +205,11 @@ def test_rows_of_several_languages(plain):
     old = train_tokenizer(['the old dog'], ['en'], 40)
     one = _grow_tokenizer(old, 'fa', ['سگ پیر'])
     both, first, second = _grow_tokenizer(one, 'sv', ['å ä ö']), old.size, one.size
-    assert _new_rows(config(first), both, ['fa']) == [(first, second)]
-    assert _new_rows(config(first), both, ['fa', 'sv']) == [(first, second), (second, both.size)]
+    assert new_rows(config(first), both, ['fa']) == [(first, second)]
+    assert new_rows(config(first), both, ['fa', 'sv']) == [(first, second), (second, both.size)]
     for grown, languages in ((first, ['en']), (0, ['fa']), (second, ['fa'])):
-        with pytest.raises(UserError, match='add-language'): _new_rows(config(grown), both, languages)
-    assert _new_rows(config(first, 'whole'), both, ['sv']) == [] == _new_rows(config(0, 'lora'), both, ['sv'])
+        with pytest.raises(UserError, match='add-language'): new_rows(config(grown), both, languages)
+    assert new_rows(config(first, 'whole'), both, ['sv']) == [] == new_rows(config(0, 'lora'), both, ['sv'])
     for part in _row_parts(GPT(plain, 5), [(40, 44), (44, 48)]):   # adjacent, and to the very end
         assert np.array_equal(part(), part.base.numpy()) and part.rows.shape[part.axis] == 8
         part.rows.assign(part.rows.value + 1)
@@ -247,7 +247,7 @@ def persian(corpus, base, tmp_path_factory) -> Cache:
     table.write_text(table.read_text(encoding='utf-8').replace('|en', '|fa').replace('aa', 'سگ'),
                      encoding='utf-8')
     grown = XTTS.load(base)
-    prepare(folder / 'corpus', folder / 'cache', grown.config, grown.dvae, grown.tokenizer)
+    encode_corpus(folder / 'corpus', folder / 'cache', grown.config, grown.dvae, grown.tokenizer)
     return Cache(folder / 'cache')
 
 def settings(mini, kind): return mini.replace(training={'gpt': {'finetune': kind}})
@@ -324,7 +324,7 @@ def test_moving_numbers_are_those_that_move(mini, base, persian):
     first, last = config.model.gpt.grown_from, grown.tokenizer.size
     for kind in ('whole', 'lora', 'rows'):
         changed = config.replace(training={'gpt': {'finetune': kind}})
-        update = _make_update(grown.gpt, changed.training.gpt, [(first, last)])
+        update = make_update(grown.gpt, changed.training.gpt, [(first, last)])
         assert _trainable_count(changed, last - first) == sum(int(np.prod(v.shape)) for v in update.weights)
 
 HALF, EMA = {'precision': 'bfloat16'}, {'ema': 0.5}
@@ -375,7 +375,7 @@ def card(monkeypatch):
     def cards():
         if isinstance(state.cards, UserError): raise state.cards
         return state.cards
-    monkeypatch.setattr(memory, '_visible_cards', cards)
+    monkeypatch.setattr(memory, 'visible_cards', cards)
     return state
 
 def test_free_memory_of_a_card(card):
@@ -393,7 +393,7 @@ def test_free_memory_of_a_card(card):
     ([GPU(0, 'A card', memory_used=5)], 'does not tell its memory')])
 def test_where_the_memory_is_unknown_training_continues_and_says_so(card, mini, cards, why):
     card.cards = cards
-    assert why in _check_memory(mini, 48, 40)
+    assert why in check_memory(mini, 48, 40)
     with pytest.raises(UserError, match='--memory GB'): _memory_budget()
     assert _memory_budget(10**9) == 10**9
 
@@ -519,7 +519,7 @@ def test_the_full_size_trains_in_16_gb(corpus, tokenizer, tmp_path):
     if psutil.virtual_memory().available < 17e9: pytest.skip('it needs 16 GB of free memory')
     config = XTTSConfig.xtts_v2().replace(data={'batch_size': 1, 'pad_to_fixed_length': True},
                                           training={'gpt': {'steps': 2, 'log_every': 1}})
-    prepare(corpus, tmp_path / 'cache', config, DVAE(config), tokenizer)
+    encode_corpus(corpus, tmp_path / 'cache', config, DVAE(config), tokenizer)
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
     child = started('train', '--data', tmp_path / 'cache', '--config', tmp_path / 'run.yaml', '--run',
                     tmp_path / 'run', cold=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

@@ -21,7 +21,7 @@ from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.dvae import DVAE, load_dvae
 from xtts_nb.files import read_tensors, write_json
 from xtts_nb.models.xtts import XTTS
-from xtts_nb.data.prepare import prepare
+from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.train.runs import _COMMANDS
 from xtts_nb.train.trainer import checkpoints
 from xtts_nb.speech.generate import Speaker
@@ -219,7 +219,7 @@ def test_a_cache_with_other_codes_or_another_tokenizer_is_refused(small, tiny, d
     for name, tokenizer, codes in (('codes', prepared.tokenizer, DVAE(small)),
                                    ('text', train_tokenizer(['zz'], ['en'], 48), dvae)):
         XTTS(tiny, tokenizer, codes).save(tmp_path / name)
-        with pytest.raises(UserError, match='another DVAE or tokenizer.*--dvae'):
+        with pytest.raises(UserError, match='another DVAE or tokenizer.*`dvae`'):
             new_decoder_run(tmp_path / 'run', tmp_path / name, prepared)
     assert not (tmp_path / 'run').exists()
 
@@ -279,7 +279,7 @@ def test_a_voice_that_came_along_is_not_learned_again(model, prepared, tiny, ban
 
 @pytest.mark.slow
 def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_path):
-    prepare(mine, tmp_path / 'cache', small, dvae, XTTS.load(model).tokenizer)
+    encode_corpus(mine, tmp_path / 'cache', small, dvae, XTTS.load(model).tokenizer)
     shutil.move(mine, tmp_path / 'elsewhere')
     cache = Cache(tmp_path / 'cache')
     with pytest.raises(UserError, match='the file is missing'):

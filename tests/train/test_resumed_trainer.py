@@ -13,7 +13,7 @@ import tensorflow as tf
 from cheap import Broken, Cheap, HELD, lines_of, outcome, summary
 from process import reached, started, tree, xtts_nb
 from xtts_nb.config import GPTTraining, UserError
-from xtts_nb.files import _PART, write_tensors
+from xtts_nb.files import PART, write_tensors
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.train.begin import begin
@@ -251,7 +251,7 @@ def test_what_a_killed_run_left_half_written_goes(cheap, prepared, mini, tmp_pat
     new_run(prepared, mini, run).fit(steps=4)
     with open(run / 'metrics.jsonl', 'a') as f: f.write('{"step": 6, "bad": {"loss": 0.}')
     for name in 'checkpoints/step-000000006.safetensors', 'model.safetensors':
-        (run / f'{name}.0123abcd{_PART}').write_text('half')
+        (run / f'{name}.0123abcd{PART}').write_text('half')
     (run / 'film.7.part').write_text('mine')
     assert summary(begin(run=run).fit()) | outcome(run) == undisturbed(prepared, mini, tmp_path / 'whole')
     assert [p for p in tree(run) if '.part' in p] == ['film.7.part']

@@ -19,14 +19,14 @@ from xtts_nb.config import UserError
 from xtts_nb.data import native as data
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan
-from xtts_nb.data.prepare import prepare
-from xtts_nb.files import append_line, _PART, read_tensors
+from xtts_nb.data.prepare import encode_corpus
+from xtts_nb.files import append_line, PART, read_tensors
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.speech.listen import Listener
 from xtts_nb.train import runs
 from xtts_nb.train.begin import begin
 from xtts_nb.train.runs import (
-    _base_config, export_run, held_out_share, _Mix, new_run, _Replay, _run_facts, _shared_shapes)
+    _base_config, export_run, held_out_share, Mix, new_run, _Replay, run_facts, _shared_shapes)
 from xtts_nb.train.trainer import (
     checkpoints, _epochs_to_steps, _late_interrupt, _save_checkpoint, _updates_of)
 
@@ -48,7 +48,7 @@ def test_the_plan_of_a_large_corpus_is_made_once(prepared, eager, tmp_path, monk
         assert np.array_equal(a, b)
 
 @pytest.mark.parametrize('wanted, said', [
-    (dict(mix=_Mix(None), feed='f'), 'one device'), (dict(mix=_Mix(None), make='m'), 'one device'),
+    (dict(mix=Mix(None), feed='f'), 'one device'), (dict(mix=Mix(None), make='m'), 'one device'),
     (dict(val_cache=SimpleNamespace(folder='other'), held_out=['a']), 'other')])
 def test_what_does_not_go_together_is_refused(prepared, eager, wanted, said):
     with pytest.raises(UserError, match=said): new_run(prepared, eager, None, **wanted)
@@ -57,7 +57,7 @@ def test_what_does_not_go_together_is_refused(prepared, eager, wanted, said):
 def test_a_run_that_another_process_trains_is_not_touched(cheap, prepared, eager, tmp_path):
     run = tmp_path / 'run'
     trainer = new_run(prepared, eager.replace(training={'gpt': {'steps': 1}}), run)
-    half = run / f'half{_PART}'
+    half = run / f'half{PART}'
     half.write_text('of the other process')
     append_line(run / 'metrics.jsonl', '{"step": 7}')
     with open(run / 'lock', 'ab') as other:
@@ -154,7 +154,7 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, t
     pytest.raises(UserError, _base_config, None, lora).match('finetune lora needs a model to begin from')
 
 @pytest.mark.parametrize('inside, found', [
-    (None, {}), (['plan'], {}), (['lock', 'mels.npy', 'config.yaml', f'plan.0123abcd{_PART}'], {}),
+    (None, {}), (['plan'], {}), (['lock', 'mels.npy', 'config.yaml', f'plan.0123abcd{PART}'], {}),
     (['config.yaml'], UserError), (['plan.7.part'], UserError), (['plan', 'lock', 'thesis'], UserError),
     ({'key': 1}, {'key': 1}), ({'part': 'gpt'}, {'part': 'gpt'}), ({'part': 'decoder'}, UserError),
     ({'run_id': 'of another program'}, UserError)])
@@ -164,26 +164,26 @@ def test_what_a_folder_holds(tmp_path, inside, found):
     if inside is not None: run.mkdir()
     if isinstance(inside, dict): (run / 'run.json').write_text(json.dumps(inside))
     for name in inside if isinstance(inside, list) else (): (run / name).touch()
-    if found is not UserError: assert _run_facts(run) == found
+    if found is not UserError: assert run_facts(run) == found
     else:
-        with pytest.raises(UserError) as e: _run_facts(run)
+        with pytest.raises(UserError) as e: run_facts(run)
         part = inside.get('part') if isinstance(inside, dict) else None
         wanted = f'continue with xtts-nb {runs._COMMANDS[part]} --run {run}' if part else 'not .*a run'
         assert re.search(wanted, str(e.value))
-        if part: assert _run_facts(run, part) == inside
+        if part: assert run_facts(run, part) == inside
 
 def test_who_looks_and_who_listens(prepared, eager):
     """Only where clips are held out and validation is asked for; as many rows as are computed at once,
     one shape."""
     settings = eager.replace(training={'gpt': {'grad_accum_steps': 2, 'eval_clips': 1}})
     run = new_run(prepared, settings, None, ['low-0', 'high-0'])
-    assert run.run is None and isinstance(run.listen, Listener)
+    assert run.run is None and isinstance(run.listener, Listener)
     assert type((plan := run.validation).data.batch_size) is int and not run.plan.fixed
     assert (plan.data.batch_size, len(plan.shapes), plan.fixed, plan.count.sum()) == (2, 1, True, 2)
     for held, changes in (([], {}), (['low-0'], {'validate_every': 0})):
         silent = new_run(prepared, settings.replace(training={'gpt': changes | {'eval_clips': 0}}), None,
                          held)
-        assert silent.validation is silent.listen is None
+        assert silent.validation is silent.listener is None
         with pytest.raises(UserError, match='there is nothing to listen to'):
             new_run(prepared, settings.replace(training={'gpt': changes}), None, held)
 
@@ -196,7 +196,7 @@ def second(prepared, corpus, dvae, tmp_path_factory):
     shutil.copytree(corpus, folder / 'corpus')
     kept = (folder / 'corpus' / 'metadata.csv').read_text(encoding='utf-8').splitlines()[:4]
     (folder / 'corpus' / 'metadata.csv').write_text('\n'.join(kept) + '\n', encoding='utf-8')
-    prepare(folder / 'corpus', folder / 'cache', prepared.config, dvae, prepared.tokenizer)
+    encode_corpus(folder / 'corpus', folder / 'cache', prepared.config, dvae, prepared.tokenizer)
     return Cache(folder / 'cache')
 
 @pytest.fixture(scope='module')
@@ -204,7 +204,7 @@ def other(prepared, second, small):
     "The same clips as a cache, made with another encoder."
     dvae, home = DVAE(small), second.folder.parent
     dvae.mel_stats.assign(np.full(80, 4.))
-    prepare(home / 'corpus', home / 'other', prepared.config, dvae, prepared.tokenizer)
+    encode_corpus(home / 'corpus', home / 'other', prepared.config, dvae, prepared.tokenizer)
     return Cache(home / 'other')
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(cheap, prepared, second, other, mini, tmp_path):
@@ -331,7 +331,7 @@ def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
     order = np.argsort(prepared.codes_length)
     short, long = (~np.isin(np.arange(len(prepared)), some) for some in (order[:4], order[4:]))   # not read
     monkeypatch.setattr(runs, '_kept_apart', lambda parts: [long, short])
-    mixed = lambda share: _Mix(prepared, ['high-1'], share)
+    mixed = lambda share: Mix(prepared, ['high-1'], share)
     plans = lambda share: new_run(prepared, config, None, ['low-0'], mix=mixed(share)).plan
     shapes, both = _shared_shapes([(prepared, long, .6), (prepared, short, .4)], config.data), plans(.4)
     assert len(shapes) == 3 and both.old.shapes == shapes[:1] and both.plan.shapes == shapes[1:]
@@ -347,7 +347,7 @@ def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
 
 def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     "Before the first update, and with each validation; a resumed run is the same one."
-    mix = _Mix(prepared, ['high-1'], .5)
+    mix = Mix(prepared, ['high-1'], .5)
     start = lambda mix: new_run(prepared, eager, tmp_path / 'run', ['low-0'], mix=mix)
     def feed(plan, first, last):
         "What `stream` gives, op by op."

@@ -12,7 +12,7 @@ import tensorflow as tf
 from xtts_nb.bench import trace_count
 from xtts_nb.config import GPTTraining
 from xtts_nb.models.gpt import _fold_seed, GPT
-from xtts_nb.models.xtts import _POLICIES
+from xtts_nb.models.xtts import POLICIES
 from xtts_nb.train import step as step_page
 from xtts_nb.train.step import (
     AdamW, averaged, _bfloat16_units, _check_modes_agree, choose_xla, compile_step, extended_rate,
@@ -29,7 +29,7 @@ def rows(plain) -> dict:
 def update(config, **changes) -> Update:
     keras.utils.set_random_seed(0)
     config = config.replace(**changes)
-    return Update(GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision]), config.training.gpt)
+    return Update(GPT(config, 5, dtype=POLICIES[config.training.gpt.precision]), config.training.gpt)
 
 def run(step, batch, count=3, first=0) -> list[dict]:
     return [{k: float(v) for k, v in step(batch, tf.constant(first + i)).items()} for i in range(count)]

@@ -32,7 +32,7 @@ def _training_process(config, text, codes, folder, threads, updates):
         os.chdir(folder)
         setup_tf(threads)
     import tensorflow as tf
-    from xtts_nb.sampler import _visible_cards
+    from xtts_nb.sampler import visible_cards
     from xtts_nb.train.step import random_batch, step_modes
     marks.append(time.perf_counter())
     config = XTTSConfig.from_dict(config)
@@ -45,7 +45,7 @@ def _training_process(config, text, codes, folder, threads, updates):
     marks.append(time.perf_counter())
     phases = dict(zip(('imports', 'model', 'trace', 'compile'), (b - a for a, b in zip(marks, marks[1:]))))
     gpus = tf.config.list_physical_devices('GPU')
-    yield phases | {'loss': loss, 'gpu_gib': _visible_cards()[0].memory_used / 2**30 if gpus else None}
+    yield phases | {'loss': loss, 'gpu_gib': visible_cards()[0].memory_used / 2**30 if gpus else None}
     while True:
         before, begin = usage(), time.perf_counter()
         for _ in range(updates): step(batch, number)['loss'].numpy()

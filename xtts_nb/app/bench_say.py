@@ -21,7 +21,7 @@ from ..bench import compare
 from ..config import XTTSConfig
 from ..models.gpt import GPT, Int8GPT
 from ..models.hifigan import HiFiGAN, _in_precision
-from ..models.xtts import _POLICIES
+from ..models.xtts import POLICIES
 from ..speech.generate import generate, never_stop, Sampling, whole_prefix
 from ..speech.stream import SpeechRows
 from ..speech.voices import Voice
@@ -38,7 +38,7 @@ def _say_inputs(gpt: GPT, rows: int, tokens: int = 32) -> dict:
 def _say_gpts(config: XTTSConfig, text_start: int = 2) -> dict[str, GPT]:
     "A GPT with random weights that never stops, in each precision."
     keras.utils.set_random_seed(0)
-    gpts = {name: GPT(config, text_start, dtype=_POLICIES[name]) for name in ('float32', 'bfloat16')}
+    gpts = {name: GPT(config, text_start, dtype=POLICIES[name]) for name in ('float32', 'bfloat16')}
     for a, b in zip(gpts['bfloat16'].variables, gpts['float32'].variables): a.assign(b)
     for gpt in gpts.values(): never_stop(gpt)
     return gpts | {'int8': Int8GPT(gpts['float32'])}

@@ -16,8 +16,8 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    answer, app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _Json, _load_settings, main,
-    _MODEL, option, _Preset, progress, _Record, _Settings, shown, start, table, to_stderr, _write_record)
+    answer, app, argument, command, convert_app, EXISTS, FOLDER, given, Json, load_settings, main,
+    MODEL, option, Preset, progress, Record, Settings, shown, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli.ipynb #49b0d04d
 @command('demo', panel='Begin')
@@ -26,23 +26,23 @@ def _demo(
     steps: option(int | None, 'Updates of the GPT; default: from the preset.', min=1) = None,
     seed: option(int | None, 'Seed of all random draws; default: 0.', min=0) = None,
     seeds: option(int | None, 'Number of seeds, for scores only; continues after a stop.', min=1) = None,
-    record: _Record = False,
+    record: Record = False,
 ):
     "Run everything from nothing: corpus, DVAE, cache, both comparisons, training, speech, report."
     from xtts_nb.config import UserError, XTTSConfig
     if seeds and seed is not None:
         raise UserError(f'demo: --seeds {seeds} runs the seeds 0 to {seeds - 1}; leave out --seed.')
     start()
-    from xtts_nb.app.demo import _demo_seeds, _run_demo, _seed_spread
+    from xtts_nb.app.demo import demo_seeds, run_demo, seed_spread
     config = XTTSConfig.tiny().replace(training={'gpt': given(steps=steps)})
     if seeds:
-        with progress() as tell: rows = _demo_seeds(out, seeds, config, listen=tell)
-        spread = _seed_spread(rows)
-        if record: _write_record('demo_seeds', rows, steps=config.training.gpt.steps, spread=spread)
+        with progress() as tell: rows = demo_seeds(out, seeds, config, tell=tell)
+        spread = seed_spread(rows)
+        if record: write_record('demo_seeds', rows, steps=config.training.gpt.steps, spread=spread)
         return {'rows': rows, 'spread': spread}, _seeds_text(len(rows), spread)
-    with progress() as tell: result = _run_demo(out, config, seed=seed or 0, listen=tell, say=to_stderr)
+    with progress() as tell: result = run_demo(out, config, seed=seed or 0, tell=tell, say=to_stderr)
     recorded = ('data_before_after', 'step_before_after', 'train', 'scores', 'seconds')
-    if record: _write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
+    if record: write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
     return result, _demo_text(result)
 
 # %% ../../nbs/app/cli.ipynb #b163f5d4
@@ -100,12 +100,12 @@ def _notebooks(folder: argument(Path, 'A new folder for the pages.')):
 from . import cli_data, cli_train, cli_speak, cli_bench
 
 # %% ../../nbs/app/cli.ipynb #d08eb5e8
-_ModelFolder = option(Path, 'Folder of a model or of a run.', '--model', **_MODEL)
+_ModelFolder = option(Path, 'Folder of a model or of a run.', '--model', **MODEL)
 
-@command('from-coqui', group=_convert_app, example='XTTS-v2 models/xtts')
+@command('from-coqui', group=convert_app, example='XTTS-v2 models/xtts')
 def _convert_from_coqui(
     folder: argument(Path, 'Folder with model.pth, dvae.pth, mel_stats.pth, vocab.json, config.json.',
-                     **_FOLDER),
+                     **FOLDER),
     out: argument(Path, 'A new folder for the model.'),
 ):
     "Convert a checkpoint of coqui-tts into a model; no code in it is run."
@@ -114,7 +114,7 @@ def _convert_from_coqui(
     text = f'{out}: {result["tensors"]} tensors, {result["text_tokens"]} text tokens'
     return result | {'out': str(out)}, text
 
-@command('to-coqui', group=_convert_app, example='for-coqui --model runs/mine')
+@command('to-coqui', group=convert_app, example='for-coqui --model runs/mine')
 def _convert_to_coqui(
     out: argument(Path, 'A new folder for the files of coqui-tts.'),
     folder: _ModelFolder,
@@ -134,7 +134,7 @@ def _add_language(
     out: argument(Path, 'A new folder for the grown model.'),
     folder: _ModelFolder,
     language: option(str, 'Code of the new language, such as fa.'),
-    texts: option(Path, 'Text file in that language, one sentence per line.', **_EXISTS),
+    texts: option(Path, 'Text file in that language, one sentence per line.', **EXISTS),
     tokens: option(int, 'New tokens; default: the tag and the missing characters.', min=0) = 0,
     seed: option(int, 'Seed for the new rows.', min=0) = 0,
 ):
@@ -170,14 +170,14 @@ def _monitor(
 # %% ../../nbs/app/cli.ipynb #a89da087
 @app.command('profile', rich_help_panel='Speed', epilog=shown('profile', app, '--data cache/mine'))
 def _profile_step(
-    data: option(Path | None, 'Cache to take batches from; default: random batches.', **_FOLDER) = None,
+    data: option(Path | None, 'Cache to take batches from; default: random batches.', **FOLDER) = None,
     preset: option(str | None, 'Sizes of the model: tiny or xtts_v2; default: those of the cache, else '
                                'tiny.') = None,
-    config: _Settings = None,
+    config: Settings = None,
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
-    rounds: option(int | None, 'Times that each variant runs; default: 7.', min=1) = None,
+    rounds: option(int | None, 'Rounds to measure; each times every part once. Default: 7.', min=1) = None,
     dual: option(bool, 'Profile the stages of training on two devices instead.', '--dual') = False,
-    json_: _Json = False,
+    json_: Json = False,
 ):
     "Profile a training step: placement, forward and backward, memory, and a trace for TensorBoard."
     with answer(json_) as show:
@@ -191,13 +191,13 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     "Profile one step: the result, also written to `folder`, and its text."
     from xtts_nb.data.cache import Cache
     cache = Cache(data, in_memory=False) if data else None
-    settings = _load_settings(preset or 'tiny', config) if preset or config or not cache else cache.config
+    settings = load_settings(preset or 'tiny', config) if preset or config or not cache else cache.config
     if cache: cache.read(settings.data.ram_budget)
     start()
     from xtts_nb.data.native import BatchPlan
     from xtts_nb.files import check_results, has_keys, write_json
     from xtts_nb.models.gpt import GPT
-    from xtts_nb.models.xtts import _POLICIES
+    from xtts_nb.models.xtts import POLICIES
     from xtts_nb.train.profile import profile, profile_text, write_page
     from xtts_nb.train.step import Update, random_batch
     check_results(folder, ('profile.json', 'profile.html'),
@@ -209,7 +209,7 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     else:
         text_tokens = min(settings.data.max_text_tokens, gpt.max_text_tokens) // 2
         batch = random_batch(settings, text_tokens, gpt.max_audio_codes // 2)
-    update = Update(GPT(settings, text_start, dtype=_POLICIES[settings.training.gpt.precision]),
+    update = Update(GPT(settings, text_start, dtype=POLICIES[settings.training.gpt.precision]),
                     settings.training.gpt)
     with progress() as tell:
         result = profile(update, batch, settings.training.gpt, folder / 'trace', rounds, batches,
@@ -241,7 +241,7 @@ def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     return result, '\n'.join(lines)
 
 # %% ../../nbs/app/cli.ipynb #5b08c8c5
-_DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.', **_FOLDER)
+_DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.', **FOLDER)
 _BatchesOption = option(int, 'Batches in each round of measurements.', min=8)
 _RowsOption = option(int | None, 'Clips of a batch; default: from the settings.', min=1)
 _SecondsOption = option(float, 'Seconds for all measurements, approximately.', min=1)
@@ -255,7 +255,7 @@ def _with_rows(config, batch_size: int | None): return config.replace(data=given
 def _diagnose(
     script: argument(list[str] | None, 'Your training script, its arguments after --; default: the training '
                      'of this library.') = None,
-    config: _Settings = None,
+    config: Settings = None,
     data: _DataOption = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,
     batch_size: _RowsOption = None,
@@ -295,7 +295,7 @@ def _diagnosed_script(script: list[str], seconds: float, *others) -> tuple[dict,
 # %% ../../nbs/app/cli.ipynb #9f5ad44b
 @_speed('quick-fix', example='--data cache/mine --out faster.yaml')
 def _quick_fix(
-    config: _Settings = None,
+    config: Settings = None,
     data: _DataOption = None,
     out: option(Path, 'New file for the faster settings.') = Path('fixed.yaml'),
     batch_size: _RowsOption = None,
@@ -316,11 +316,11 @@ def _diagnosed(
     requested = _load_config(config, to_stderr) if config else None
     start()
     from xtts_nb.monitor.diagnose import diagnose
-    from xtts_nb.app.quick_fix import _cache_for, _prerequisites, _quick_fix, training
-    needs = _prerequisites(data, config) if apply else []
+    from xtts_nb.app.quick_fix import cache_for, prerequisites, _quick_fix, training
+    needs = prerequisites(data, config) if apply else []
     for need in needs: to_stderr(need.line())
     for missing in (n for n in needs if not n.ok): raise UserError(f'{name}: {missing.name}: {missing.found}')
-    with _cache_for(data, requested, say=to_stderr) as cache:
+    with cache_for(data, requested, say=to_stderr) as cache:
         settings = _with_rows(requested or cache.config, batch_size)
         if not apply:
             verdict = diagnose(*training(cache, settings), batches=batches, seconds=seconds)
@@ -354,37 +354,37 @@ def _configure(
 ):
     "Show threads, GPU memory, XLA and precision, as requested and as in effect. Exit code 1 if they differ."
     from xtts_nb.app.configure import (
-        configure, environment, _settings_text, _TFSettings, _verify_settings, _write_environment)
-    requested = _TFSettings(threads, memory_limit, allocator, not no_xla, not no_mixed_precision)
-    if env_file: _write_environment(env_file, requested)
-    rows = _verify_settings(requested) if verify else configure(**vars(requested))
+        configure, environment, settings_text, TFSettings, verify_settings, write_environment)
+    requested = TFSettings(threads, memory_limit, allocator, not no_xla, not no_mixed_precision)
+    if env_file: write_environment(env_file, requested)
+    rows = verify_settings(requested) if verify else configure(**vars(requested))
     result = {'rows': rows, 'environment': environment(requested),
               'env_file': env_file and str(env_file)}
     if env_file: hint = f'set -a; . {_sourced(env_file)}; set +a; xtts-nb train ...'
     else: hint = 'For a child process: xtts-nb configure --env-file FILE'
-    return result, f'{_settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
+    return result, f'{settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
 
 # %% ../../nbs/app/cli.ipynb #be04dd56
 @_speed('check', example='--stress-duration 60')
 def _check(
     stress_duration: option(float, 'Seconds of extra training under load; 0: none.', min=0) = 0.,
-    preset: _Preset = 'tiny',
+    preset: Preset = 'tiny',
 ):
     "Run five checks of the training step: PASSED, FAILED or SKIPPED, and why; exit code 1 if one failed."
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.app.check import _checks_text, _preflight_rows, _preflight_text, _run_checks, _StepTrial
-    from xtts_nb.records import _device_name
+    from xtts_nb.app.check import checks_text, preflight_rows, preflight_text, run_checks, StepTrial
+    from xtts_nb.records import device_name
     with progress() as tell:
         report = lambda done, total, name: tell('check', done, total, name)
-        trial = _StepTrial(config)
-        rows = _run_checks(trial, stress_duration, report)
-        ahead = _preflight_rows(trial)
+        trial = StepTrial(config)
+        rows = run_checks(trial, stress_duration, report)
+        ahead = preflight_rows(trial)
     counts = {result.lower(): sum(row['result'] == result for row in rows)
               for result in ('PASSED', 'FAILED', 'SKIPPED')}
-    result = {'checks': rows, **counts, 'device': _device_name(), 'preflight': ahead}
-    text = f'{_checks_text(rows)}\n\n{_preflight_text(ahead)}'
+    result = {'checks': rows, **counts, 'device': device_name(), 'preflight': ahead}
+    text = f'{checks_text(rows)}\n\n{preflight_text(ahead)}'
     return result, text, 1 if counts['failed'] else 0
 
 # %% ../../nbs/app/cli.ipynb #4e904011
@@ -392,27 +392,27 @@ def _check(
 def _report(
     out: option(Path | None, 'New Markdown file; default: print it.') = None,
     seconds: option(float, 'Seconds for the step before and for the one after.', min=0.1) = 5.,
-    preset: _Preset = 'tiny',
+    preset: Preset = 'tiny',
 ):
     "Write the information for a bug report: machine, utilisation before and after, checks, records."
     from xtts_nb.config import UserError, XTTSConfig
     if out and out.exists(): raise UserError(f'{out}: exists already; name a new file.')
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.app.check import _preflight_rows, _run_checks, _StepTrial
-    from xtts_nb.app.machine import _before_after, machine, _machine_report, _own_records
+    from xtts_nb.app.check import preflight_rows, run_checks, StepTrial
+    from xtts_nb.app.machine import before_after, machine, machine_report, _own_records
     from xtts_nb.files import atomic_file
     from xtts_nb.records import benchmarks
-    trial = _StepTrial(config)
+    trial = StepTrial(config)
     with progress() as tell:
         tell('measure', 0, 2)
-        rows = _before_after(trial, seconds)
+        rows = before_after(trial, seconds)
         tell('measure', 1, 2)
-        checks = _run_checks(_StepTrial(config))
+        checks = run_checks(StepTrial(config))
         tell('measure', 2, 2)
     result = {'machine': machine(), 'step': rows, 'checks': checks,
-              'preflight': _preflight_rows(trial), 'records': _own_records(benchmarks())}
-    text = _machine_report(*result.values())
+              'preflight': preflight_rows(trial), 'records': _own_records(benchmarks())}
+    text = machine_report(*result.values())
     if not out: return result, text
     with atomic_file(out) as part: part.write_text(text + '\n', encoding='utf-8')
     return result | {'out': str(out)}, f'{out}: paste it into the issue.'

@@ -9,13 +9,9 @@ __all__ = []
 from functools import partial
 from pathlib import Path
 
-import typer
-
-from .cli_train import (
-    _Buffer, _DataGPU, _DataMemory, _DEVICES, _gpus, _Isolate, _ModelGPU, _ModelMemory)
 from .terminal import (
-    argument, _bench_app, command, _FOLDER, _from_checkout, _MODEL, option, _Preset, progress, _Record,
-    _Rounds, start, table, to_stderr, _write_record)
+    argument, bench_app, command, FOLDER, from_checkout, MODEL, option, Preset, progress, Record,
+    Rounds, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli_bench.ipynb #a9ef203d
 def _data_speed(
@@ -39,19 +35,19 @@ def _data_speed(
              f'laid out as {clips:,} or more, batch 16, references of {sizes["reference_frames"]} frames')
     return result | {'corpus': about}
 
-@command('data', group=_bench_app, example='--data recordings')
+@command('data', group=bench_app, example='--data recordings')
 def _bench_data(
-    data: option(Path, 'Folder with metadata.csv and wavs/.', **_FOLDER),
+    data: option(Path, 'Folder with metadata.csv and wavs/.', **FOLDER),
     clips: option(int, 'Least number of distinct clips in memory.', min=1) = 10_000,
-    rounds: _Rounds = 7,
-    record: _Record = False,
+    rounds: Rounds = 7,
+    record: Record = False,
 ):
     "Clips per second of each pipeline, and the step rate of an emulated accelerator that it keeps busy."
     start()
-    from xtts_nb.app.bench_data import _compared_text
+    from xtts_nb.app.bench_data import compared_text
     with progress() as tell: result = _data_speed(data, clips, rounds, tell)
-    if record: _write_record('data', **result)
-    return result, f'{table(result["corpus"], result["rows"])}\n{_compared_text(result)}'
+    if record: write_record('data', **result)
+    return result, f'{table(result["corpus"], result["rows"])}\n{compared_text(result)}'
 
 # %% ../../nbs/app/cli_bench.ipynb #3c614ad3
 _Layers = option(int, 'Layers of the GPT.', min=1)
@@ -65,14 +61,14 @@ def _sized(layers: int, width: int, heads: int, batch_size: int):
     sizes = {'num_layers': layers, 'hidden_dim': width, 'num_heads': heads}
     return XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
 
-@command('train', group=_bench_app, example='--layers 8 --width 512', groups={
+@command('train', group=bench_app, example='--layers 8 --width 512', groups={
     'Sizes': 'layers width heads batch_size text_tokens codes'})
 def _bench_train(
     layers: _Layers = 8, width: _Width = 512, heads: _Heads = 8, batch_size: _Rows = 4,
     text_tokens: option(int, 'Text tokens of each clip.', min=1, max=400) = 120,
     codes: option(int, 'Audio codes of each clip.', min=1, max=603) = 220,
-    rounds: _Rounds = 7,
-    record: _Record = False,
+    rounds: Rounds = 7,
+    record: Record = False,
 ):
     "Milliseconds of a training step in each mode, its MFU, its AU in the loop and its first call."
     config = _sized(layers, width, heads, batch_size)
@@ -83,19 +79,19 @@ def _bench_train(
         rows = step_speed(config, text_tokens, codes, rounds, progress=partial(tell, 'measure'))
     about = (f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, '
              'no dropout')
-    if record: _write_record('step_speed', rows, model=about)
+    if record: write_record('step_speed', rows, model=about)
     return {'rows': rows, 'model': about}, table(about, rows)
 
 # %% ../../nbs/app/cli_bench.ipynb #c0f1c001
-@command('config', group=_bench_app, example='--rounds 3')
+@command('config', group=bench_app, example='--rounds 3')
 def _bench_config(
     width: option(int, 'Width of the tiny model; a multiple of 64.', min=64) = 192,
     batch_size: _Rows = 4,
     text_tokens: option(int, 'Text tokens of each clip.', min=1, max=200) = 40,
     codes: option(int, 'Audio codes of each clip.', min=1, max=256) = 60,
     updates: option(int, 'Updates timed in each round.', min=1) = 10,
-    rounds: _Rounds = 5,
-    record: _Record = False,
+    rounds: Rounds = 5,
+    record: Record = False,
 ):
     "Time to the first update, by default and with setup_tf; a step on 64 threads and on one per core."
     from xtts_nb.config import XTTSConfig
@@ -108,79 +104,67 @@ def _bench_config(
     model = f'tiny GPT, width {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes'
     about = {'model': model, 'kernels_mb': measured['kernels']}
     rows, steps = measured['rows'], measured['steps']
-    if record: _write_record('config', rows, steps=steps, **about)
+    if record: write_record('config', rows, steps=steps, **about)
     text = '\n\n'.join([table(model, rows), table('Updates after the start', steps)])
     return {'rows': rows, 'steps': steps} | about, text
 
 # %% ../../nbs/app/cli_bench.ipynb #20aa1002
-@command('model', group=_bench_app, example='--batches 12')
+@command('model', group=bench_app, example='--batches 12')
 def _bench_model(
     batches: option(int, 'Batches of the sequence, nearly each of another shape.', min=2) = 12,
     batch_size: _Rows = 16,
-    rounds: _Rounds = 5,
-    record: _Record = False,
+    rounds: Rounds = 5,
+    record: Record = False,
 ):
     "Milliseconds of masks and losses row by row and at once, and of a forward pass at changing shapes."
     start()
-    measure = _from_checkout('model', 'bench model').model_speed
+    measure = from_checkout('model', 'bench model').model_speed
     with progress() as tell: rows = measure(batches, batch_size, rounds, tell)
     about = f'GPT 1 x 64, {batches} batches of {batch_size} random clips as long as those of LJSpeech'
-    if record: _write_record('model', rows, model=about, batches=batches)
+    if record: write_record('model', rows, model=about, batches=batches)
     return {'rows': rows, 'model': about}, f'{table(about, rows[:3])}\n{table("", rows[3:])}'
 
 # %% ../../nbs/app/cli_bench.ipynb #9cc53690
-@command('dual', group=_bench_app, example='--data cache/runtime', groups={'Devices': _DEVICES})
+@command('dual', group=bench_app, example='--data cache/runtime')
 def _bench_dual(
-    ctx: typer.Context,
-    data: option(Path | None, 'A runtime cache, to measure its real stages.', **_FOLDER) = None,
+    data: option(Path | None, 'A runtime cache, to measure its real stages.', **FOLDER) = None,
     steps: option(int, 'Batches of each measurement.', min=3) = 60,
-    rounds: _Rounds = 3,
-    data_gpu: _DataGPU = None,
-    model_gpu: _ModelGPU = None,
-    enable_memory_isolation: _Isolate = False,
-    data_gpu_memory: _DataMemory = None,
-    model_gpu_memory: _ModelMemory = None,
-    buffer_size: _Buffer = None,
-    record: _Record = False,
+    rounds: Rounds = 3,
+    devices=None,
+    record: Record = False,
 ):
     "Batches per second with sequential and overlapped stages, against the rate of the slowest stage."
-    from xtts_nb.config import setup_tf, UserError
-    setup_tf()   # TensorFlow starts without its messages
-    from xtts_nb.train.dual import _bench_feed, pipeline_table, _RING
-    gpus, ring = _gpus(ctx.params), buffer_size or _RING
-    if gpus and not data:
+    from xtts_nb.config import UserError
+    ring = devices.pop('buffer_size', None)
+    if devices and not data:
         raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
                         'or no GPUs.')
+    plan = start(two=bool(data), **devices)
+    from xtts_nb.data.cache import Cache
+    from xtts_nb.train.dual import _bench_feed, dual_trainer, pipeline_table, RING
     emulated = None
-    try: emulated = _from_checkout('dual', 'bench dual without --data CACHE')
+    try: emulated = from_checkout('dual', 'bench dual without --data CACHE')
     except UserError:
         if not data: raise
     chosen = emulated and [round(1e3 * t) for t in emulated.STAGE_SECONDS.values()]
     about = {'stages_ms': chosen, 'steps': steps, 'rounds': rounds}
-    trainer, about['devices'] = _dual_trainer(data, gpus, ring) if data else (None, None)
+    about['devices'] = plan.line if data else None
+    trainer = data and dual_trainer(cache := Cache(data), cache.config, plan, ring=ring or RING)
     with progress() as tell:
-        asleep = dict(ring=ring, rounds=rounds, progress=partial(tell, 'emulated stages'))
+        asleep = dict(ring=ring or RING, rounds=rounds, progress=partial(tell, 'emulated stages'))
         rows = emulated.bench_stages(steps, **asleep) if emulated else []
     if trainer: rows += _bench_feed(trainer, steps, rounds)
-    if record: _write_record('dual', rows, **about)
+    if record: write_record('dual', rows, **about)
     return {'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows))
-
-def _dual_trainer(data: Path, gpus: dict, ring: int):
-    "A trainer on two devices, and the line that names them."
-    devices = start(two=True, **gpus)
-    from xtts_nb.data.cache import Cache
-    from xtts_nb.train.dual import dual_trainer
-    cache = Cache(data)
-    return dual_trainer(cache, cache.config, devices, ring=ring), devices.line
 
 # %% ../../nbs/app/cli_bench.ipynb #5a7b0c12
 _SAY_CODES = 64   # of each text, 3 s of sound
 
-@command('say', group=_bench_app, example='--rounds 3')
+@command('say', group=bench_app, example='--rounds 3')
 def _bench_say(
-    preset: _Preset = 'tiny',
-    rounds: _Rounds = 5,
-    record: _Record = False,
+    preset: Preset = 'tiny',
+    rounds: Rounds = 5,
+    record: Record = False,
 ):
     """Codes per second of speaking, sound included, with random weights and 64 codes for each text.
 
@@ -208,18 +192,18 @@ def _bench_say(
     gpt = config.model.gpt
     about = {'model': f'{preset}, GPT {gpt.num_layers} x {gpt.hidden_dim}, {_SAY_CODES} codes for each text',
              **more}
-    if record and preset == 'xtts_v2': _write_record('say_full', rows, **about)
-    elif record: _write_record('say', rows, **about)
+    if record and preset == 'xtts_v2': write_record('say_full', rows, **about)
+    elif record: write_record('say', rows, **about)
     return {'rows': rows} | about, table(about['model'], rows)
 
 # %% ../../nbs/app/cli_bench.ipynb #5a7b0c21
-@command('service', group=_bench_app, example='--model runs/mine')
+@command('service', group=bench_app, example='--model runs/mine')
 def _bench_service(
     model: option(Path | None, 'Folder of a model or of a run; default: a small one, random weights.',
-                  **_MODEL) = None,
+                  **MODEL) = None,
     text: option(str | None, 'What each client asks for; default: a sentence with all letters.') = None,
     waves: option(int, 'Rounds for each number of clients.', min=1) = 5,
-    record: _Record = False,
+    record: Record = False,
 ):
     """Time to first audio for 1, 8, 32 and 200 simultaneous clients, with 8 rows and a queue of 64.
 
@@ -234,23 +218,23 @@ def _bench_service(
         speaker, what = _load_speaker(model)
         tell('measure', 0, 1, 'compiling')
         rows = _service_load(speaker, text or _LOAD_TEXT, rounds=waves, progress=partial(tell, 'measure'))
-    if record: _write_record('service', rows, model=what)
+    if record: write_record('service', rows, model=what)
     return {'rows': rows, 'model': what}, table(what, rows)
 
 # %% ../../nbs/app/cli_bench.ipynb #b49a29f9
-@command('diagnose', group=_bench_app, example='--half development --out found.jsonl')
+@command('diagnose', group=bench_app, example='--half development --out found.jsonl')
 def _bench_diagnose(
     cases: argument(list[str] | None, 'Cases to run, by their folders; default: all.') = None,
     half: option(str | None, 'Run one half of the cases: development or scored.') = None,
     repeat: option(int, 'Runs of each slow and fixed program, in turn; 0: no gain is measured.', min=0) = 1,
     out: option(Path | None, 'File with a line of JSON for each case; a run that was stopped '
                              'continues there.') = None,
-    record: _Record = False,
+    record: Record = False,
 ):
     "Diagnose slow programs that others reported, and controls: how often is the diagnosis right?"
-    scoring = _from_checkout('diagnosis.programs.score', 'bench diagnose')
+    scoring = from_checkout('diagnosis.programs.score', 'bench diagnose')
     found = scoring.score_cases(cases, half, repeat, out, to_stderr)
     rows, totals = scoring.published(found), scoring.totals(found)
-    if record: _write_record('diagnosis', rows, **totals)
+    if record: write_record('diagnosis', rows, **totals)
     lines = [table('Diagnosed programs', rows), *scoring.total_lines(totals)]
     return {'rows': rows} | totals, '\n'.join(lines)

@@ -9,9 +9,9 @@ __all__ = []
 from functools import partial
 from pathlib import Path
 
-from xtts_nb.app.terminal import (
-    argument, command, _EXISTS, _FOLDER, _load_settings, option, progress, _Settings, start, table,
-    to_stderr, Whisper)
+from .terminal import (
+    argument, command, EXISTS, FOLDER, load_settings, option, progress, Settings, start,
+    table, to_stderr, Whisper)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
 _data = partial(command, panel='Data')
@@ -26,8 +26,8 @@ def _download(
 ):
     "Fetch the released model or an open corpus, and compare its checksums."
     from xtts_nb.config import workspace
-    from xtts_nb.app.download import download, _download_text, _find_source, _source_rows, _terms
-    if name is None: return {'sources': _source_rows()}, table('xtts-nb download NAME', _source_rows())
+    from xtts_nb.app.download import download, _download_text, _find_source, source_rows, _terms
+    if name is None: return {'sources': source_rows()}, table('xtts-nb download NAME', source_rows())
     source = _find_source(name)
     if source.terms and not accept_cpml: to_stderr(_terms(source, from_))
     try: result = download(source, out or workspace().data / name, from_, accept_cpml)
@@ -40,24 +40,24 @@ def _download(
 def _are_clips(source: Path) -> bool:
     "Whether this is a table of clips, a folder with one, or clips with their texts."
     from xtts_nb.config import UserError
-    from xtts_nb.data.corpora import _find_layout, _SUFFIXES
+    from xtts_nb.data.corpora import _find_layout, SUFFIXES
     from xtts_nb.data.cut import are_clips
-    if source.is_file(): return source.suffix.lower() not in _SUFFIXES and bool(_find_layout(source))
+    if source.is_file(): return source.suffix.lower() not in SUFFIXES and bool(_find_layout(source))
     try: return source.is_dir() and (_find_layout(source)[0] != 'pairs' or are_clips(source))
     except UserError: return False
 
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
 def _corpus(
     source: argument(Path, 'A recording, a folder of recordings (or a folder for each speaker), or clips '
-                           'with a table, which are checked.', **_EXISTS),
+                           'with a table, which are checked.', **EXISTS),
     out: option(Path, 'Folder of the corpus; it must be new or empty.'),
     text: option(Path | None, 'Text of the recordings: paragraphs, a book (.epub) or subtitles (.srt, .vtt, '
                               '.ass); default: a file of the same name next to each recording.',
-                 **_EXISTS) = None,
+                 **EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
     fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.',
-                **_EXISTS) = None,
+                **EXISTS) = None,
     transcribe: Whisper = None,
 ):
     "Cut recordings into clips of 2 to 11 s with their texts, or check clips against their texts."
@@ -66,13 +66,13 @@ def _corpus(
         raise UserError('corpus: --fix cuts at the lines of its table; leave --text and --transcribe out.')
     if text and transcribe: raise UserError('corpus: the text is known; leave --text or --transcribe out.')
     start()
-    from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, _load_whisper, _recut
+    from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, _load_whisper, recut
     clips = not fix and not text and _are_clips(source)
     if clips and transcribe:
         raise UserError(f'corpus: {source} holds clips with their texts; leave --transcribe out.')
     hear, known = _load_whisper(transcribe) if transcribe else None, language or 'en'
     with progress() as tell:
-        if fix: result = _recut(source, fix, out, known, partial(tell, 'read the recording'))
+        if fix: result = recut(source, fix, out, known, partial(tell, 'read the recording'))
         elif clips: result = check_corpus(source, out, known, tell)
         else: result = cut_corpus(source, text, out, language, tell, hear)
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'
@@ -81,12 +81,12 @@ def _corpus(
 # %% ../../nbs/app/cli_data.ipynb #244de7ef
 @_data('prepare', example='recordings --out cache/mine')
 def _prepare(
-    corpus: argument(Path, 'Folder of a corpus, or its metadata file.', **_EXISTS),
+    corpus: argument(Path, 'Folder of a corpus, or its metadata file.', **EXISTS),
     out: option(Path, 'Folder of the cache; what still fits of an older cache there is kept.'),
     dvae: option(Path | None, 'Run or cache whose DVAE and tokenizer to use; default: train both.',
-                 **_FOLDER) = None,
+                 **FOLDER) = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --dvae, else tiny.') = None,
-    config: _Settings = None,
+    config: Settings = None,
     language: option(str, 'Language of rows without one.') = 'en',
     layout: option(
         str | None,
@@ -98,7 +98,7 @@ def _prepare(
     from xtts_nb.config import UserError
     if dvae and preset:
         raise UserError(f'prepare: the sizes come from --dvae {dvae}; leave out --preset {preset}.')
-    settings, part = _load_settings(preset or 'tiny', config, dvae), _part(shard)
+    settings, part = load_settings(preset or 'tiny', config, dvae), _part(shard)
     start()
     from xtts_nb.data.corpora import report_text
     from xtts_nb.train.caches import prepare
@@ -123,7 +123,7 @@ def _part(shard: str) -> tuple[int, int]:
 # %% ../../nbs/app/cli_data.ipynb #08a825e1
 @_data('merge', example='part1 part2 --out cache/mine')
 def _merge(
-    parts: argument(list[Path], 'Folders made by prepare --shard.', **_FOLDER),
+    parts: argument(list[Path], 'Folders made by prepare --shard.', **FOLDER),
     out: option(Path, 'Folder of the cache; an older cache there is replaced.'),
 ):
     "Join the parts made by `prepare --shard`; encodes a sample of each again, and reports differences."
@@ -137,9 +137,9 @@ def _merge(
 
 @_data('verify', example='cache/mine --fix')
 def _verify(
-    cache: argument(Path, 'Folder of a cache.', **_FOLDER),
+    cache: argument(Path, 'Folder of a cache.', **FOLDER),
     fix: option(bool, 'Make damaged files again from the corpus.', '--fix') = False,
-    source: option(Path | None, 'The corpus, if it was moved.', **_EXISTS) = None,
+    source: option(Path | None, 'The corpus, if it was moved.', **EXISTS) = None,
 ):
     "Check every byte of a cache; exit code 1 if a fault was found and not repaired."
     start()

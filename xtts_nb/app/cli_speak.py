@@ -15,17 +15,17 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _MODEL, option, progress, _Record, start,
-    to_stderr, _write_record)
+    app, argument, command, convert_app, EXISTS, FOLDER, given, MODEL, option, progress, Record, start,
+    to_stderr, write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
 _speech = partial(command, panel='Speak')
 
-Model = option(Path, 'Folder of a model or of a run.', '--model', **_MODEL)
+Model = option(Path, 'Folder of a model or of a run.', '--model', **MODEL)
 _Voices = option(Path, 'Folder of saved voices.')
 _DecoderPrecision = option(str | None, 'Precision of HiFi-GAN: float32, or bfloat16 where the CPU has it.')
 _Weights = option(str | None, 'Weights of the GPT in speech: float, or int8, which a CPU reads faster.')
-_SayAs = option(Path | None, 'YAML file of pronunciations; in each line WORD: as it is said.', **_EXISTS)
+_SayAs = option(Path | None, 'YAML file of pronunciations; in each line WORD: as it is said.', **EXISTS)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0012
 def _text_of(text: str | None, file: Path | None) -> str:
@@ -78,7 +78,7 @@ def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool)
 def _say(
     model: Model,
     voice: option(list[Path], 'Recordings of the voice, or the file or name of a saved one.'),
-    voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.', **_FOLDER) = None,
+    voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.', **FOLDER) = None,
     text: argument(str | None, 'Text to speak, of any length.') = None,
     text_file: option(Path | None, 'File with the text, in UTF-8; - reads stdin.') = None,
     language: option(str, 'Language of the text; auto detects it for each sentence.') = 'en',
@@ -105,11 +105,11 @@ def _say(
     settings = _speech_settings(model, temperature=temperature, top_k=top_k, top_p=top_p,
                                 repetition_penalty=repetition_penalty, speed=speed,
                                 decoder_precision=decoder_precision, weights=weights)
-    from xtts_nb.files import _check_writable
+    from xtts_nb.files import check_writable
     from xtts_nb.speech.voices import find_voice, _voice_files
     text = _text_of(text, text_file)
     if stream or pcm: _check_stream(out, check_words)
-    else: _check_writable(out := out or Path('say.wav'))
+    else: check_writable(out := out or Path('say.wav'))
     _voice_files(voice, voices)   # fails before TensorFlow is loaded
     start()
     from xtts_nb.models.xtts import XTTS
@@ -150,7 +150,7 @@ def _voice_text(row: dict) -> str:
 def _voices_add(
     name: _Name,
     files: argument(list[Path], 'Recordings of the voice, together up to the limit of the model.',
-                    **_EXISTS),
+                    **EXISTS),
     model: Model,
     voices: _Voices,
     force: _Force = False,
@@ -172,7 +172,7 @@ def _voices_add(
 @command('import', group=_voices_app,
          example='speakers_xtts.pth --model models/xtts --voices voices')
 def _voices_import(
-    file: argument(Path, 'speakers_xtts.pth of the released model.', **_EXISTS),
+    file: argument(Path, 'speakers_xtts.pth of the released model.', **EXISTS),
     model: Model,
     voices: _Voices,
     force: _Force = False,
@@ -228,12 +228,12 @@ def _voices_remove(name: _Name, voices: _Voices):
     return {'removed': name}, f'{name}: removed from {voices}'
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e000c
-@command('to-savedmodel', group=_convert_app, example='speaks --model runs/mine --voices voices')
+@command('to-savedmodel', group=convert_app, example='speaks --model runs/mine --voices voices')
 def _convert_to_savedmodel(
     out: argument(Path, 'New folder for the SavedModel.'),
     folder: Model,
     voice: option(list[Path] | None, 'Recording or saved voice to add to it; may be repeated.') = None,
-    voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.', **_FOLDER) = None,
+    voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.', **FOLDER) = None,
     temperature: option(float | None, 'Temperature of sampling; default: from config.yaml.', min=0) = None,
 ):
     "Write a TensorFlow SavedModel of text ids and a voice to samples, with tokenizer, voices and README."
@@ -255,12 +255,12 @@ def _write_card(folder: Path, found, config, model: Path, facts: dict, held: lis
     "Write what `evaluate` found to `MODEL.md`, or to `MODEL.new.md` next to a completed one."
     from xtts_nb.files import atomic_file
     from xtts_nb.speech.model_card import model_card
-    from xtts_nb.speech.guard import _training_facts
+    from xtts_nb.speech.guard import training_facts
     from xtts_nb.train.trainer import _updates_of
     chosen = _was_chosen(model, facts, held)
     if facts.get('part') == 'decoder':   # a decoder's run: what it speaks with was made by another one
         model = Path(facts['model'])
-        facts = _training_facts(model)
+        facts = training_facts(model)
     card = model_card(found, config, facts, _trained_on(facts), _updates_of(model), chosen)
     path = folder / 'MODEL.md'
     if path.is_file() and path.read_text(encoding='utf-8') != card: path = folder / 'MODEL.new.md'
@@ -282,9 +282,9 @@ def _trained_on(facts: dict):   # of a run
 def _never_seen(data: Path, facts: dict) -> list[str]:
     "Ids of the clips that a run held out, of a cache that it trained on, or of a corpus."
     from xtts_nb.files import read_json
-    from xtts_nb.speech.guard import _training_facts
+    from xtts_nb.speech.guard import training_facts
     if facts.get('part') == 'decoder':   # of a decoder's run: what neither it nor the GPT was trained on
-        gpt = _never_seen(data, _training_facts(facts['model']))
+        gpt = _never_seen(data, training_facts(facts['model']))
         return [clip for clip in facts['held_out'] if clip in gpt]
     if not (data / 'manifest.json').is_file(): return facts.get('held_out', [])
     key = read_json(data / 'manifest.json')['key']
@@ -305,18 +305,18 @@ def _fixed(xtts, languages: str, folder: Path, each: int):
 
 @_speech('evaluate', example='cache/mine --model runs/mine --report report')
 def _evaluate(
-    data: argument(Path, 'A cache, or the folder of a corpus.', **_EXISTS),
+    data: argument(Path, 'A cache, or the folder of a corpus.', **EXISTS),
     model: Model,
     clips: option(int, 'Number of clips to speak: held-out ones of the run, if it has some; with '
                        '--sentences, for each language.', min=1) = 16,
     sentences: option(str | None, 'Speak fixed sentences of these languages (de,fa or all) in the voices of '
                                   'DATA instead.') = None,
     report: option(Path | None, 'Folder for a page with players.') = None,
-    transcribe: option(str | None, 'Whisper model for word and character errors: a folder, or a name such as '
-                                   'small, which faster-whisper fetches.', '--transcribe') = None,
+    transcribe: option(str | None, 'Measure word and character errors with this Whisper model: a folder, or '
+                                   'a name such as small, which is downloaded.', '--transcribe') = None,
     language: option(str, 'Language of rows without one, in a corpus.') = 'en',
     seed: option(int, 'Seed for the choice of clips and for sampling.', min=0) = 0,
-    record: _Record = False,
+    record: Record = False,
 ):
     "Score the speech of a model against the recordings, their codes alone and an untrained model."
     start()
@@ -324,9 +324,9 @@ def _evaluate(
     from xtts_nb.speech.evaluate import evaluate
     from xtts_nb.speech.score_page import _check_report, evaluation_report
     from xtts_nb.speech.scores import scores_text
-    from xtts_nb.speech.guard import _training_facts
+    from xtts_nb.speech.guard import training_facts
     if report: _check_report(report)
-    facts = _training_facts(model)
+    facts = training_facts(model)
     with progress() as tell:
         tell('load the model', 0, 1)
         xtts = XTTS.load(model)
@@ -339,7 +339,7 @@ def _evaluate(
         result['report'] = str(evaluation_report(found, report))
         result['card'] = str(_write_card(report, found, xtts.config, model, facts, held))
         text += f'\nListen and look: {result["report"]}\nModel card: {result["card"]}'
-    if record: _write_record('evaluate', found.scores, **found.about)
+    if record: write_record('evaluate', found.scores, **found.about)
     return result, text
 
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec002
@@ -357,7 +357,7 @@ def _aliases(given: list[str]) -> dict[str, str]:
     'Speech': 'language say_as decoder_precision weights'})
 def _serve(
     model: Model,
-    voices: option(Path, 'Folder of saved voices; it may change while the service runs.', **_FOLDER),
+    voices: option(Path, 'Folder of saved voices; it may change while the service runs.', **FOLDER),
     port: option(int, 'Port; 0: a free one.', min=0, max=65535) = 8000,
     host: option(str, 'Address to listen on; 0.0.0.0: all addresses of this machine.') = '127.0.0.1',
     key: option(str | None, 'Key that clients must send; default: none is required.',
@@ -410,4 +410,3 @@ def _serve(
         os._exit(1)
     requests = dict(sorted(service.metrics.statuses().items()))
     return {'requests': requests}, f'Requests by status: {requests}'
-

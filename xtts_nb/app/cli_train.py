@@ -13,51 +13,41 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, command, _convert_app, _EXISTS, _FOLDER, given, _load_settings, _MODEL, option,
-    _Preset, progress, _Settings, start, table, to_stderr, Whisper, _with_file)
+    app, argument, command, convert_app, EXISTS, FOLDER, given, load_settings, MODEL, option,
+    Preset, progress, Settings, start, table, to_stderr, Whisper, with_file)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
 _training = partial(command, panel='Train')
 _find_app = typer.Typer(no_args_is_help=True, help='Find a batch size or learning rate by trying values.')
 app.add_typer(_find_app, name='find', rich_help_panel='Train')
 
-_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model', **_MODEL)
+_StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model', **MODEL)
 _Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
 _AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache has it.')
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
 _Steps = option(int | None, 'Total number of updates.', min=1)
 _HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
-_Older = option(Path | None, 'Cache or corpus of older clips that the model knows, to train on some of them '
-                             'too.', '--mix', **_EXISTS)
-_OlderShare = option(float | None, 'Share of the updates that read these; default: 0.2.', min=0, max=0.9)
+_Older = option(Path | None, 'Train on clips from this older cache or corpus too, so that the model does not '
+                             'forget them.', '--mix', **EXISTS)
+_OlderShare = option(float | None, 'Share of the updates that train on clips of --mix; default: 0.2.', min=0,
+                     max=0.9)
 _GPUPreset = option(str | None, 'Batch, precision and workers for a GPU: 4090, 3090, 3060, A100, '
                                  'H200.')
-
-# %% ../../nbs/app/cli_train.ipynb #178952de
-_DataGPU = option(int | None, 'GPU that computes mels and codes of a runtime cache.', min=0)
-_ModelGPU = option(int | None, 'GPU that trains.', min=0)
-_Isolate = option(bool, 'Limit the GPU memory of both; a single GPU is split into two logical ones.',
-                  '--enable-memory-isolation')
-_DataMemory = option(int | None, 'Memory limit of the data GPU in MiB.', '--data-gpu-memory', min=1)
-_ModelMemory = option(int | None, 'Memory limit of the model GPU in MiB.', '--model-gpu-memory', min=1)
-_Buffer = option(
-    int | None, 'Batches of a runtime cache on the model GPU, including the current one; default: 3.', min=1)
-_DEVICES = 'data_gpu model_gpu enable_memory_isolation data_gpu_memory model_gpu_memory buffer_size'
 
 # %% ../../nbs/app/cli_train.ipynb #c0720102
 @_training('tune', example='reading.mp3 --text reading.txt --out voice', groups={
     'Corpus': 'text language transcribe', 'Training': 'model finetune preset config mix steps'})
 def _tune(
-    source: argument(Path, 'A recording, a folder of recordings, or a corpus.', **_EXISTS),
+    source: argument(Path, 'A recording, a folder of recordings, or a corpus.', **EXISTS),
     out: option(Path, 'Folder for all results; the same command continues there.'),
     text: option(Path | None, 'Text of the recordings; default: a file of the same name next to each.',
-                 **_EXISTS) = None,
+                 **EXISTS) = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
     model: _StartModel = None,
     finetune: _Kind = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --model, else tiny.') = None,
-    config: _Settings = None,
+    config: Settings = None,
     mix: _Older = None,
     steps: _Steps = None,
     skip: option(list[str] | None, 'Stage to leave out: corpus, if SOURCE is one, or evaluate.') = None,
@@ -67,20 +57,20 @@ def _tune(
     from xtts_nb.config import _without_start_messages
     with _without_start_messages():   # a device is for the stages
         from xtts_nb.app.tune import (
-            _judged_words, _next_commands, _plan_tuning, tune, _tuned_model, _tuning_page, _tuning_text)
+            _judged_words, _next_commands, plan_tuning, tune, _tuned_model, tuning_page, tuning_text)
         from xtts_nb.files import read_json
     language = language or (None if transcribe else 'en')
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
-    plan = partial(_plan_tuning, source, out, text, language, model, tuple(skip or ()),
+    plan = partial(plan_tuning, source, out, text, language, model, tuple(skip or ()),
                    words(preset=preset, config=config),
                    words(config=config, finetune=finetune, steps=steps), mix, _judged_words(config),
                    words(transcribe=transcribe))
     done = tune(plan, out, to_stderr)
     language = language or read_json(out / 'cache' / 'manifest.json')['languages'][0]
-    page, model = _tuning_page(done, out, language), _tuned_model(done, out)
+    page, model = tuning_page(done, out, language), _tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}
     return result | {'page': str(page), 'run': result['train']['run'], 'model': str(model)}, (
-        f'{_tuning_text(done, out)}\nRead and listen: {page}\n{_next_commands(done, out, language)[0]}')
+        f'{tuning_text(done, out)}\nRead and listen: {page}\n{_next_commands(done, out, language)[0]}')
 
 # %% ../../nbs/app/cli_train.ipynb #8179c20f
 class _TakesMyXTTS(typer.core.TyperCommand):
@@ -122,9 +112,9 @@ def _resumes(trainer) -> str:
 
 def _forgotten(trainer) -> dict[str, float]:
     "The loss of older clips before the training and now, None for no number; empty if it is not known."
-    from xtts_nb.files import _read_json_lines
+    from xtts_nb.files import read_json_lines
     if trainer.old_validation is None: return {}
-    log = _read_json_lines(trainer.run / 'metrics.jsonl')
+    log = read_json_lines(trainer.run / 'metrics.jsonl')
     losses = {line['step']: line['val_old_loss'] for line in log if 'val_old_loss' in line}
     if 0 not in losses or trainer.step not in losses: return {}
     number = lambda loss: loss if math.isfinite(loss) else None
@@ -139,11 +129,6 @@ def _ends(validated: dict) -> str:
     return (f'\nHeld-out clips: {validated["val_stop"]:.0%} end within 3 codes (0.14 s) of their end '
             f'({each}), {validated["val_never"]:.0%} never.')
 
-def _gpus(options: dict) -> dict:
-    "The options of a command that assign GPUs, as `start` takes them."
-    from xtts_nb.settings import _DEVICE_OPTIONS
-    return given(**{name: options[name] for name in _DEVICE_OPTIONS})
-
 def _note(line: dict) -> str:
     "The latest log line, for the progress bar."
     parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'val_dtw': 'DTW {:.2f}',
@@ -154,17 +139,16 @@ def _note(line: dict) -> str:
 @_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine', groups={
     'Data': 'data val val_data preprocessing_mode', 'Fine-tuning': 'model finetune mix mix_share',
     'Training': 'steps epochs batch_size grad_accum lr fit_memory gpu_preset optimization_level',
-    'Input pipeline': 'num_workers prefetch_buffer_size enable_static_shapes prefetch_to_gpu',
-    'Devices': _DEVICES})
+    'Input pipeline': 'num_workers prefetch_buffer_size enable_static_shapes prefetch_to_gpu'})
 def _train(
     ctx: typer.Context,
-    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.', **_EXISTS) = None,
+    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.', **EXISTS) = None,
     run: _RunFolder = None,
     model: _StartModel = None,
     finetune: _Kind = None,
     fit_memory: option(bool, 'First find out how many rows fit at once.', '--fit-memory') = False,
     preset: _AsMade = None,
-    config: _Settings = None,
+    config: Settings = None,
     gpu_preset: _GPUPreset = None,
     optimization_level: option(str | None, 'basic: graph, float32, constant rate; enhanced: XLA where it '
                                            'pays, cosine rate; experimental: also bfloat16 and a moving '
@@ -172,13 +156,8 @@ def _train(
     steps: _Steps = None,
     epochs: option(int | None, 'Total passes over the clips, instead of --steps.', min=1) = None,
     val: _HeldOut = 0.,
-    data_gpu: _DataGPU = None,
-    model_gpu: _ModelGPU = None,
-    enable_memory_isolation: _Isolate = False,
-    data_gpu_memory: _DataMemory = None,
-    model_gpu_memory: _ModelMemory = None,
-    buffer_size: _Buffer = None,
-    val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.', **_EXISTS) = None,
+    devices=None,
+    val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.', **EXISTS) = None,
     mix: _Older = None,
     mix_share: _OlderShare = None,
     batch_size: option(int | None, 'Clips of an update.', min=1) = None,
@@ -200,7 +179,7 @@ def _train(
         setup_tf()   # TensorFlow starts without its messages
         from xtts_nb.train.begin import begin
         trainer = begin(**_wanted(ctx.params), val=val, val_data=val_data, mix=mix, mix_share=mix_share,
-                        buffer_size=buffer_size, fit_memory=fit_memory, tell=tell, **_gpus(ctx.params))
+                        fit_memory=fit_memory, tell=tell, **devices)
         result, text = _fit(trainer, 'train', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
@@ -221,10 +200,10 @@ def _wanted(options: dict) -> dict:
 @_training('train-dvae', example='recordings --run runs/dvae')
 def _train_dvae(
     corpus: argument(Path | None, 'Folder of a corpus, or its metadata file; not needed to resume.',
-                     **_EXISTS) = None,
+                     **EXISTS) = None,
     run: _RunFolder = None,
     preset: option(str | None, 'tiny or xtts_v2; default: tiny, or the settings of the run.') = None,
-    config: _Settings = None,
+    config: Settings = None,
     steps: _Steps = None,
     val: option(float, 'Share of the audio to hold out and validate on.', min=0, max=0.9) = 0.,
 ):
@@ -233,14 +212,14 @@ def _train_dvae(
     from xtts_nb.train.begin import _free_run, _known_run, with_validation
     known = _known_run(run, corpus, 'train-dvae: neither a run nor a corpus is given',
                       'start a run with xtts-nb train-dvae CORPUS')
-    from xtts_nb.data.corpora import _check_dropped, read_corpus
+    from xtts_nb.data.corpora import check_dropped, read_corpus
     from xtts_nb.data.prepare import mel_sample
     from xtts_nb.train.parts import new_dvae_run
-    settings = _load_settings(preset or 'tiny', config, run if known and not preset else None)
+    settings = load_settings(preset or 'tiny', config, run if known and not preset else None)
     with progress() as tell:
         def mels():
             clips, dropped = read_corpus(corpus)
-            _check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
+            check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
             return mel_sample(clips, settings, progress=partial(tell, 'read the clips'))
         settings = with_validation(settings, 'dvae', val, steps)
         trainer = new_dvae_run(run or _free_run('dvae'), settings, mels, val, corpus)
@@ -250,14 +229,14 @@ def _train_dvae(
 # %% ../../nbs/app/cli_train.ipynb #67c31047
 @_training('train-decoder', example='--model runs/mine --run runs/decoder')
 def _train_decoder(
-    model: option(Path | None, 'Folder of a trained model; not needed to resume.', **_MODEL) = None,
+    model: option(Path | None, 'Folder of a trained model; not needed to resume.', **MODEL) = None,
     data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.',
-                 **_FOLDER) = None,
+                 **FOLDER) = None,
     run: _RunFolder = None,
-    config: _Settings = None,
+    config: Settings = None,
     steps: _Steps = None,
     val: _HeldOut = 0.,
-    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.', **_EXISTS) = None,
+    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.', **EXISTS) = None,
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
     start()
@@ -265,10 +244,10 @@ def _train_decoder(
     known = _known_run(run, model, 'train-decoder: neither a run nor a model is given',
                       'start a run with xtts-nb train-decoder --model MODEL')
     from xtts_nb.train.runs import held_out_share, open_cache
-    from xtts_nb.train.parts import _cache_of, new_decoder_run
+    from xtts_nb.train.parts import cache_of, new_decoder_run
     begun = run if known else model
     settings = with_validation(_decoder_settings(begun, config, known), 'decoder', val, steps)
-    cache = open_cache(data or _cache_of(begun), settings) if data or val or not known else None
+    cache = open_cache(data or cache_of(begun), settings) if data or val or not known else None
     out = held_out_share(cache, val) if cache and val else ()
     with progress() as tell:
         trainer = new_decoder_run(run or _free_run('decoder'), model, cache, settings, out, corpus,
@@ -281,37 +260,36 @@ def _decoder_settings(folder: Path, config: Path | None, known: bool):
     from xtts_nb.config import XTTSConfig
     from xtts_nb.settings import check_used, flat
     initial = XTTSConfig.load(folder / 'config.yaml')
-    settings, fixed = _with_file(initial, config), initial.model_dump(include={'model'})
+    settings, fixed = with_file(initial, config), initial.model_dump(include={'model'})
     sizes = () if known else ('model.speaker.', 'model.decoder.')
     always = {key: value for key, value in flat(fixed).items() if not key.startswith(sizes)}
     check_used(initial, settings, always, 'only the decoder of the model is trained; leave it out')
     return settings
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
-def _check_cache(cache, data: Path):
-    "Raise `UserError` for anything but a cache, such as a corpus."
+def _cache_request(data: Path, config: Path | None, **options):
+    "The cache and the settings of a training on it; raises `UserError` for anything but a cache."
     from xtts_nb.config import UserError
-    if not cache:
-        raise UserError(f'{data}: is not a cache; make one with xtts-nb prepare CORPUS --out CACHE.')
+    from xtts_nb.train.begin import settings_for
+    request = settings_for(data, config=_keys(config), say=to_stderr, **options)
+    if request.cache: return request.cache, request.settings.config
+    raise UserError(f'{data}: is not a cache; make one with xtts-nb prepare CORPUS --out CACHE.')
 
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
-    data: option(Path, 'Cache to train on.', **_EXISTS),
+    data: option(Path, 'Cache to train on.', **EXISTS),
     model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
-    config: _Settings = None,
+    config: Settings = None,
     memory: option(float | None, 'GB to use; default: nine tenths of the free memory.', min=0.1) = None,
 ):
     "Find how many rows fit into memory at once: tries updates of the largest bucket in child processes."
     start()
-    from xtts_nb.train.begin import _fit_batch, largest_batch, settings_for
-    request = settings_for(data, model=model, preset=preset, config=_keys(config), finetune=finetune,
-                           say=to_stderr)
-    _check_cache(request.cache, data)
-    settings = request.settings.config
+    from xtts_nb.train.begin import _fit_batch, largest_batch
+    cache, settings = _cache_request(data, config, model=model, preset=preset, finetune=finetune)
     with progress() as tell:
-        found, tried = _fit_batch(settings, largest_batch(request.cache, settings, model),
+        found, tried = _fit_batch(settings, largest_batch(cache, settings, model),
                                  memory and int(memory * 1e9), to_stderr, tell)
     keys = found.training.gpt.model_dump(include={'grad_accum_steps', 'gradient_checkpointing'})
     return {'training': {'gpt': keys}, 'tried': tried}, table(f'In the section training.gpt: {keys}', tried)
@@ -319,11 +297,11 @@ def _find_batch_size(
 # %% ../../nbs/app/cli_train.ipynb #53bc1d5f
 @command('learning-rate', group=_find_app, example='--data cache/mine')
 def _find_learning_rate(
-    data: option(Path, 'Cache to train on.', **_EXISTS),
+    data: option(Path, 'Cache to train on.', **EXISTS),
     model: _StartModel = None,
     finetune: _Kind = None,
     preset: _AsMade = None,
-    config: _Settings = None,
+    config: Settings = None,
     low: option(float, 'First learning rate.') = 1e-7,
     high: option(float, 'Highest learning rate to try; it stops earlier if the loss rises.') = 1.,
     steps: option(int, 'Most updates to run.', min=10) = 80,
@@ -332,14 +310,10 @@ def _find_learning_rate(
     "Train at rising rates until the loss rises, and suggest a rate."
     start()
     import tempfile
-    from xtts_nb.train.begin import settings_for
     from xtts_nb.train.learning_rate import _check_rates, find_learning_rate, plot_learning_rate
     from xtts_nb.train.runs import new_run
     _check_rates(out)
-    request = settings_for(data, model=model, preset=preset, config=_keys(config), finetune=finetune,
-                           say=to_stderr)
-    _check_cache(request.cache, data)
-    cache, settings = request.cache, request.settings.config
+    cache, settings = _cache_request(data, config, model=model, preset=preset, finetune=finetune)
     cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
         unheard = settings.replace(training={'gpt': {'eval_clips': 0, 'judge_by': 'loss'}})   # none held out
@@ -359,7 +333,7 @@ app.add_typer(_config_app, name='config', rich_help_panel='Train')
 @command('create', group=_config_app, example='config.yaml --gpu-preset 4090')
 def _config_create(
     out: argument(Path, 'File to write.') = Path('config.yaml'),
-    preset: _Preset = 'xtts_v2',
+    preset: Preset = 'xtts_v2',
     gpu_preset: _GPUPreset = None,
 ):
     "Write all settings with their defaults to a commented YAML file, for xtts-nb train --config."
@@ -398,10 +372,10 @@ def _config_show(ctx: typer.Context):
     return {'settings': rows}, '\n'.join(lines)
 
 # %% ../../nbs/app/cli_train.ipynb #bf9b4769
-@command('to-model', group=_convert_app, example='models/mine --model runs/mine')
+@command('to-model', group=convert_app, example='models/mine --model runs/mine')
 def _convert_to_model(
     out: argument(Path, 'A new folder for the model.'),
-    run: option(Path, 'Folder of a run.', '--model', **_MODEL),
+    run: option(Path, 'Folder of a run.', '--model', **MODEL),
     best: option(bool, 'Model of the best validation instead of the newest.', '--best') = False,
     bfloat16: option(bool, 'Store bfloat16, half the size.', '--bfloat16') = False,
 ):

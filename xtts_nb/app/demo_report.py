@@ -9,11 +9,11 @@ __all__ = []
 from collections.abc import Callable
 from pathlib import Path
 
-from .charts import _plot_before_after, _plot_losses
-from .demo_pairs import _Pair
+from .charts import plot_before_after, plot_losses
+from .demo_pairs import Pair
 from ..data.audio import load_audio
 from ..data.prepare import _mel_function
-from ..files import _read_json_lines
+from ..files import read_json_lines
 from ..monitor.live import _device_names, plot_samples
 from ..report import facts, heading, picture, player, plot_mels, write_report
 from ..sampler import Sampler
@@ -36,23 +36,23 @@ def _key_figures(result: dict) -> str:
 # %% ../../nbs/app/demo_report.ipynb #6d9ce7b0
 def _charts(result: dict, trainer: Trainer, sampler: Sampler) -> list[str]:
     "Both comparisons, the losses and the utilisation."
-    lines = _read_json_lines(trainer.run / 'metrics.jsonl')
+    lines = read_json_lines(trainer.run / 'metrics.jsonl')
     losses = {'audio codes': [l['code_loss'] for l in lines], 'text': [l['text_loss'] for l in lines]}
     data, step = result['data_before_after'], result['step_before_after']
     return [
         heading('Before and after',
                 'Measured in this run, the arms taking turns; equal outputs were checked first.'),
-        picture(_plot_before_after(data, 'Data: the same batches from three pipelines'),
+        picture(plot_before_after(data, 'Data: the same batches from three pipelines'),
                 'speed of three pipelines'),
-        picture(_plot_before_after(step, 'Step: the same update, run in three ways'),
+        picture(plot_before_after(step, 'Step: the same update, run in three ways'),
                 'speed of three ways to run a step'),
         heading('Learning', f'{result["train"]["steps"]} updates of {trainer.plan.data.batch_size} clips.'),
-        picture(_plot_losses([l['step'] for l in lines], losses, 'Loss'), 'loss over updates'),
+        picture(plot_losses([l['step'] for l in lines], losses, 'Loss'), 'loss over updates'),
         heading('Utilisation',
                 f'Sampled ten times a second over the whole run: {_device_names(sampler.samples)}.'),
         picture(plot_samples(sampler.samples, marks=sampler.marks), 'utilisation over time')]
 
-def _pair_section(pair: _Pair, spoken: Path, score: tuple[bool, bool], corpus: Path, mel: Callable,
+def _pair_section(pair: Pair, spoken: Path, score: tuple[bool, bool], corpus: Path, mel: Callable,
                   frames_per_second: float) -> list[str]:
     "One pair: its score, the mels and the players of reference, synthesis and recording."
     wav = lambda clip: corpus / 'wavs' / f'{clip.id}.wav'
@@ -66,9 +66,9 @@ def _pair_section(pair: _Pair, spoken: Path, score: tuple[bool, bool], corpus: P
             '<div class="row">', *(player(f, n) for n, f in files.items()), '</div>']
 
 # %% ../../nbs/app/demo_report.ipynb #12553b1f
-def _demo_report(out: Path, result: dict, pairs: list[_Pair], spoken: list[Path], scores: list,
+def _demo_report(out: Path, result: dict, pairs: list[Pair], spoken: list[Path], scores: list,
                  trainer: Trainer, sampler: Sampler):
-    "`report.html` for a result of `_run_demo`: figures, comparisons, loss, utilisation, mels and players."
+    "`report.html` for a result of `run_demo`: figures, comparisons, loss, utilisation, mels and players."
     audio, counts = trainer.xtts.config.model.audio, result['spoken']
     mel = _mel_function(audio, audio.dvae_n_fft)
     lead = ('Pairs of sentence and voice that never occurred together in the training of the GPT; the DVAE '

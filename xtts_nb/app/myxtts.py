@@ -277,5 +277,5 @@ def print_optimization_summary(dataset) -> list[str]:
 # %% ../../nbs/guides/from_myxtts.ipynb #6d795804
 def ensure_gpu_placement(tensors):   # a tensor, or a list or dict of them
     "The same on the first GPU; unchanged where there is none."
-    from xtts_nb.bench import _to_device
-    return _to_device(tensors)
+    from xtts_nb.devices import to_device
+    return to_device(tensors)

@@ -14,14 +14,14 @@ import numpy as np
 
 from ..config import UserError
 from .audio import load_audio
-from .cache import Cache, _check_cache_folder, _check_is_cache, file_sha
-from .corpora import _check_dropped
+from .cache import Cache, _check_cache_folder, check_is_cache, file_sha
+from .corpora import check_dropped
 from .prepare import _assemble, _cache_pieces, ClipEncoder, _FACTS, _source_digest
 from ..files import atomic_folder
 
 # %% ../../nbs/data/merge.ipynb #f6972861
 def merge_caches(
-    parts: list[str | Path],   # folders made by `prepare` with `part`
+    parts: list[str | Path],   # folders made by `encode_corpus` with `part`
     out: str | Path,
     load: Callable | None = None,   # (path, config) -> the DVAE saved there; needed to compare codes
 ) -> dict:                     # the report
@@ -37,9 +37,9 @@ def merge_caches(
     for line in _differing_parts(caches, load) if load else (): print(line, file=sys.stderr)
     first = caches[0].manifest
     facts = {name: first[name] for name in _FACTS} | {'part': [1, 1]}
-    check = lambda dropped: _check_dropped(dropped, first['rows'], caches[0].config,
-                                           first['source']['corpus'])
-    with atomic_folder(out, _check_is_cache) as folder:
+    check = lambda dropped: check_dropped(dropped, first['rows'], caches[0].config,
+                                          first['source']['corpus'])
+    with atomic_folder(out, check_is_cache) as folder:
         return _assemble(folder, caches[0].folder, pieces, facts, check)
 
 # %% ../../nbs/data/merge.ipynb #c41f7a20

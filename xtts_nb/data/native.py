@@ -16,11 +16,11 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import DataConfig, ModelConfig, UserError
-from .audio import _check_native, decode_wav, log_mel
-from xtts_nb.data.cache import (
-    ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, _InFiles, _InMemory, left_out_line,
-    _within_limits)
-from ..files import atomic_folder, _check_own, fingerprint, read_json, write_json
+from .audio import check_native, decode_wav, log_mel
+from .cache import (
+    ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, InFiles, InMemory,
+    left_out_line, within_limits)
+from ..files import atomic_folder, check_own, fingerprint, read_json, write_json
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47
 def _candidates(below: np.ndarray, most: int) -> np.ndarray:
@@ -94,7 +94,7 @@ def _order_columns(
     "The columns of a plan: clips by bucket, clips by speaker, and the number of each."
     use = np.arange(len(cache), dtype=np.int32) if clips is None else np.asarray(clips, np.int32)
     if not len(use): raise UserError(f'{cache.folder}: no clips are left to train on; hold fewer out.')
-    use = use[_within_limits(cache, data)[use]]
+    use = use[within_limits(cache, data)[use]]
     if not len(use):
         raise UserError(f'{left_out_line(cache, data)} No clip to use is left; widen these limits.')
     codes, text = cache.codes_length[use], cache.text_length[use]
@@ -127,7 +127,7 @@ def _stored_columns(
     facts = read_json(folder / 'columns.json') if (folder / 'columns.json').is_file() else {}
     if facts.get('key') != key:
         own = {'columns.json', *facts.get('columns', ())}
-        with atomic_folder(folder, partial(_check_own, own=own.__contains__, what='a plan')) as part:
+        with atomic_folder(folder, partial(check_own, own=own.__contains__, what='a plan')) as part:
             columns = make()
             for name, array in columns.items(): array.tofile(part / name)
             facts = {'key': key, 'columns': {name: [str(a.dtype), a.shape] for name, a in columns.items()}}
@@ -290,7 +290,7 @@ class WavReader(_OnlineReader):
     def __init__(self, plan: BatchPlan, stats: np.ndarray):
         super().__init__(plan, stats)
         if self.cache.manifest.get('mode') != 'runtime':   # such a cache wrote its files in this format
-            _check_native(self.names, self.audio.sample_rate)
+            check_native(self.names, self.audio.sample_rate)
 
     def samples(self, frames, n_fft: int): return (frames - 1) * self.audio.hop_length + n_fft
 
@@ -348,7 +348,7 @@ class CacheReader:
     def __init__(self, cache: Cache, plan: BatchPlan, kinds: Iterable[str] = ARRAYS):
         self.plan = plan
         in_memory = all(hasattr(cache, kind) for kind in kinds)
-        self.rows = (_InMemory if in_memory else _InFiles)(cache, kinds)
+        self.gather = (InMemory if in_memory else InFiles)(cache, kinds)
         self.start, self.length = ({k: Column(getattr(cache, f'{k}_{x}')) for k in kinds}
                                    for x in ('start', 'length'))
         cache.check_unchanged()
@@ -356,7 +356,7 @@ class CacheReader:
     def ids(self, kind: str, clip, width):
         "(B, width) int32 codes or text tokens, 0 after the end; (B,) lengths."
         length = self.length[kind](clip)
-        rows = tf.cast(self.rows(kind, self.start[kind](clip), length, width), tf.int32)
+        rows = tf.cast(self.gather(kind, self.start[kind](clip), length, width), tf.int32)
         length = tf.cast(length, tf.int32)
         return tf.where(tf.range(width)[None] < length[:, None], rows, 0), length
 
@@ -368,7 +368,7 @@ class CacheReader:
         text, text_length = self.ids('text', clip, shape[1])
         frames = self.plan.data.reference_frames
         crop = tf.minimum(self.length['mel'](other), frames)
-        reference = self.rows('mel', self.start['mel'](other) + start, crop, frames, around=True)
+        reference = self.gather('mel', self.start['mel'](other) + start, crop, frames, around=True)
         return dict(zip(_BATCH, (clip, weight, reference, codes, code_length, text, text_length)))
 
 # %% ../../nbs/10_data_tf_native.ipynb #ee3bbe4f
@@ -377,11 +377,10 @@ def batches_of(
     data: DataConfig,
     first: int = 0,              # step to begin at
     last: int | None = None,     # step to end before; default: never
-    device: str | None = None,   # to copy to; default: the GPU of the model, if `prefetch_to_gpu`
-    model: str | None = None,    # its device; default: the first GPU, if there is one
+    model: str | None = None,    # the device of the model; default: the first GPU, if there is one
 ) -> tf.data.Dataset:
     "Batches of steps first, first + 1, ...; the same for any number of workers."
-    if not device and data.prefetch_to_gpu: device = _gpu_of(model)
+    device = _gpu_of(model) if data.prefetch_to_gpu else None
     steps = tf.data.Dataset.range(first, 2**62 if last is None else last)
     reader = tf.autograph.experimental.do_not_convert(reader)   # it has no Python loop over tensors
     batches = steps.map(reader, num_parallel_calls=data.num_workers, deterministic=True)

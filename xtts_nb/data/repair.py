@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ..config import UserError, XTTSConfig
 from .cache import (
-    Cache, _check_is_cache, file_sha, _load_shard, _own_name, _read_manifest, _verify_cache)
+    Cache, check_is_cache, file_sha, _load_shard, _own_name, read_manifest, verify_cache)
 from .corpora import read_corpus
-from .prepare import _encode_corpus, _locked, open_corpus, _places, _salvage
+from .prepare import _encode_rows, _locked, open_corpus, _shard_ranges, _salvage
 from .text import clean, Tokenizer, train_tokenizer
 from ..files import atomic_folder, fingerprint, inside
 
@@ -28,10 +28,10 @@ def verify_and_fix_cache(
     "Check every byte of a cache; with `fix`, make damaged parts again from the corpus."
     if fix and not load: raise ValueError('verify_and_fix_cache: fix=True needs load, which reads the DVAE.')
     folder = Path(folder)
-    checked, problems = _verify_cache(folder, progress)
+    checked, problems = verify_cache(folder, progress)
     place = lambda p: (p['file'], p['clip'])
     reasons = _repair(folder, problems, source, load) if fix and problems else {}
-    left = {place(p) for p in _verify_cache(folder)[1]} if fix and problems else {place(p) for p in problems}
+    left = {place(p) for p in verify_cache(folder)[1]} if fix and problems else {place(p) for p in problems}
     problems = [p | {'fixed': place(p) not in left} for p in problems]
     for p in problems:
         if fix and not p['fixed']:
@@ -47,14 +47,14 @@ def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
     "Remove leftovers, and make a damaged cache again in its place; the reason for each file that stays so."
     names, reasons = {p['file'] for p in problems}, {}
     bad = {p['file'] for p in problems if p['problem'] != 'belongs to nothing'}
-    try: manifest = _read_manifest(folder)
+    try: manifest = read_manifest(folder)
     except UserError as e: return dict.fromkeys(names, str(e))
     with _locked(folder):
         for name in names - bad:
             try: _remove(folder, name)
             except UserError as e: reasons[name] = str(e)
         if bad and bad <= _FOLLOWS:   # needs neither the corpus nor the DVAE
-            with atomic_folder(folder, _check_is_cache) as made:
+            with atomic_folder(folder, check_is_cache) as made:
                 _salvage(folder, manifest, made, folder)
     if bad <= _FOLLOWS: return reasons
     try: _prepare_again(folder, manifest, bad, source, load)
@@ -78,7 +78,7 @@ def _prepare_again(folder: Path, manifest: dict, bad: set[str], source, load):
     tokenizer = _same_tokenizer(folder, manifest, corpus, config)
     with open_corpus(corpus / of['metadata'], folder, config, of['language'], of['layout'],
                      manifest['shard_clips'], tuple(manifest['part'])) as rows:
-        _encode_corpus(rows, load(folder / 'dvae.safetensors', config), tokenizer, learned=of['learned'],
+        _encode_rows(rows, load(folder / 'dvae.safetensors', config), tokenizer, learned=of['learned'],
                       mode=manifest['mode'],
                       accept=lambda made: _refuse_changes(folder, manifest, made, corpus))
 
@@ -103,7 +103,7 @@ def _refuse_changes(folder: Path, manifest: dict, made: Path, corpus: Path):
     for clip, reason in left_out(now.manifest):
         if [clip, reason] not in left_out(manifest):
             raise UserError(f'{clip}: {reason}; run xtts-nb prepare again.')
-    for old, (_, some) in zip(manifest['shards'], _places(now).values()):
+    for old, (_, some) in zip(manifest['shards'], _shard_ranges(now).values()):
         try: before = _load_shard(folder / old['file'])['source'] if old['clips'] else ()
         except (OSError, ValueError): continue
         if len(before) != len(some): continue

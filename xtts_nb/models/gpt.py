@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['dropout', 'attend', 'AttentionBlock', 'RMSNorm', 'PerceiverLayer', 'Perceiver', 'ConditioningEncoder', 'gelu',
-           'TransformerBlock', 'causal_mask', 'shifted', 'GPT', 'Int8Dense', 'Int8GPT']
+           'block_pass', 'TransformerBlock', 'causal_mask', 'shifted', 'GPT', 'Int8Dense', 'Int8GPT']
 
 # %% ../../nbs/models/gpt.ipynb #adb41551
 from math import gcd
@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from keras import ops
 
 from ..config import XTTSConfig
-from ..data.text import _TEXT_STOP
+from ..data.text import TEXT_STOP
 
 # %% ../../nbs/models/gpt.ipynb #a9f4e08c
 def _fold_seed(
@@ -192,6 +192,18 @@ def gelu(x):   # any shape
     return ops.cast(ops.gelu(ops.cast(x, 'float32'), approximate=True), 'float16')
 
 # %% ../../nbs/models/gpt.ipynb #c350ac7a
+def block_pass(
+    block,        # a `TransformerBlock`, or its parts
+    x,            # (B, L, D)
+    attention,    # queries, keys and values (B, L, H, K) each -> (B, L, D)
+    drop=lambda y, key: y,   # dropout, with the index of a key of `_dropout_keys`
+):                # (B, L, D)
+    "Attention and MLP of a block, each added to its input."
+    q, k, v = (_split_heads(t, block.heads)
+               for t in ops.split(block.qkv(block.attention_norm(x)), 3, axis=-1))
+    x = x + drop(block.project(attention(q, k, v)), 1)
+    return x + drop(block.contract(gelu(block.expand(block.mlp_norm(x)))), 2)
+
 class TransformerBlock(keras.layers.Layer):
     "(B, L, D) -> (B, L, D)."
     def __init__(self, width, heads, rate=0., residual_scale=1., **kwargs):
@@ -213,22 +225,16 @@ class TransformerBlock(keras.layers.Layer):
         self.contract.build((None, None, 4 * self.width))
 
     def call(self, x, mask, keys=(None, None, None)):   # of `_dropout_keys`
-        q, k, v = (_split_heads(t, self.heads)
-                   for t in ops.split(self.qkv(self.attention_norm(x)), 3, axis=-1))
-        mixed = attend(q, k, v, mask, self.rate, keys[0])
-        x = x + dropout(self.project(mixed), self.rate, keys[1])
-        hidden = gelu(self.expand(self.mlp_norm(x)))
-        x = x + dropout(self.contract(hidden), self.rate, keys[2])
-        return x
+        attention = lambda q, k, v: attend(q, k, v, mask, self.rate, keys[0])
+        return block_pass(self, x, attention, lambda y, key: dropout(y, self.rate, keys[key]))
 
 # %% ../../nbs/models/gpt.ipynb #e39c6115
 def causal_mask(
     queries: int,
     keys: int,
-    offset=0,     # position of the first query among the keys
 ):                # (queries, keys) bool
     "True where a key is visible to a query: at its own position and before."
-    return ops.arange(keys)[None] <= ops.arange(queries)[:, None] + offset
+    return ops.arange(keys)[None] <= ops.arange(queries)[:, None]
 
 # %% ../../nbs/models/gpt.ipynb #4266b01b
 def shifted(
@@ -324,9 +330,9 @@ def embed_text(self: GPT, ids):
     return self.text_embedding(ids) + self.text_position(ops.arange(ids.shape[1]))
 
 @patch
-def embed_codes(self: GPT, codes, first=0):
-    "Codes (B, S) at positions `first`, `first` + 1, ... -> (B, S, D)."
-    return self.code_embedding(codes) + self.code_position(ops.arange(codes.shape[1]) + first)
+def embed_codes(self: GPT, codes):
+    "Codes (B, S) with START and STOP -> (B, S, D), positions from 0."
+    return self.code_embedding(codes) + self.code_position(ops.arange(codes.shape[1]))
 
 @patch
 def hidden(self: GPT, x, mask, keys):   # (3 x layers, 1), of `_dropout_keys`
@@ -339,7 +345,7 @@ def hidden(self: GPT, x, mask, keys):   # (3 x layers, 1), of `_dropout_keys`
 @patch
 def states(self: GPT, text, text_length, codes, code_length, prompt, seed=None):
     "Ids (B, T), codes (B, S), prompt (B, P, D) -> hidden states (B, T + 2, D) and (B, S + 2, D)."
-    text_in, _, _ = shifted(text, text_length, self.text_start, _TEXT_STOP)
+    text_in, _, _ = shifted(text, text_length, self.text_start, TEXT_STOP)
     code_in, _, _ = shifted(codes, code_length, self.code_start, self.code_stop, self.code_stops)
     code_in = _noisy_codes(code_in, self.cfg.code_noise, self.code_start, _fold_seed(seed, 1001))
     x = ops.concatenate([prompt, self.embed_text(text_in), self.embed_codes(code_in)], 1)

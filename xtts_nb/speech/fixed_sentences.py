@@ -16,7 +16,7 @@ from ..data.audio import save_audio
 from ..data.corpora import Clip
 from ..data.espeak import speak
 from ..models.xtts import XTTS
-from .evaluate import _speakable, _Trial
+from .evaluate import _speakable, Trial
 
 # %% ../../nbs/speech/fixed_sentences.ipynb #f15ed002
 SENTENCES = {   # texts of this project
@@ -129,7 +129,7 @@ def sentence_trials(
     folder: Path,           # receives its clips
     clips: list[Clip],      # each sentence takes the voice of the next speaker
     each: int = 5,          # sentences of a language
-) -> list[_Trial]:
+) -> list[Trial]:
     "Fixed sentences in the voices of some recordings; those with letters that the model lacks are left out."
     voices = [*{c.speaker: c for c in clips[::-1]}.values()][::-1]
     others = {v.speaker: next((c for c in clips if c.speaker == v.speaker and c != v), None) for v in voices}
@@ -144,7 +144,7 @@ def sentence_trials(
             if not _speakable(xtts, clip): continue
             samples, rate = speak(said, _ESPEAK_NAMES.get(language, language))
             save_audio(clip.path, samples / np.float32(32768), rate)
-            trials.append(_Trial(clip, voice, None, others[voice.speaker]))
+            trials.append(Trial(clip, voice, None, others[voice.speaker]))
     if not trials:
         raise UserError(f'{", ".join(languages)}: the model never saw some letters of each fixed sentence.')
     return trials

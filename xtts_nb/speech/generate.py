@@ -22,9 +22,9 @@ from keras import ops
 from ..config import AudioConfig, SpeechConfig, UserError
 from ..data.audio import griffin_lim, log_mel, open_audio, _read_samples, resample, speaker_log_mel
 from ..data.corpora import _SILENT
-from ..data.text import NothingToSay, pad_ids, _TEXT_STOP
+from ..data.text import NothingToSay, pad_ids, TEXT_STOP
 from ..files import check_recording
-from ..models.gpt import causal_mask, GPT, Int8GPT, shifted, _split_heads, TransformerBlock
+from ..models.gpt import block_pass, causal_mask, GPT, Int8GPT, shifted, TransformerBlock
 from ..models.hifigan import _in_precision, stretch
 from ..models.xtts import XTTS
 from .voices import Voice
@@ -79,14 +79,17 @@ def _cached_block(
     position,    # of the first new one
 ):               # (B, N, D), and the cache with the new keys and values
     "What the block gives for the new positions."
-    heads_first = lambda y: ops.transpose(_split_heads(y, block.heads), (0, 2, 1, 3))
-    q, *new = map(heads_first, ops.split(block.qkv(block.attention_norm(x)), 3, axis=-1))
-    k, v = (ops.slice_update(old, (0, 0, position, 0), ops.cast(y, old.dtype)) for old, y in zip(cache, new))
-    score = ops.cast(ops.matmul(q * q.shape[-1]**-0.5, ops.transpose(k, (0, 1, 3, 2))), 'float32')
-    weight = ops.cast(ops.softmax(ops.where(mask, score, -1e9)), v.dtype)
-    mixed = ops.transpose(ops.matmul(weight, v), (0, 2, 1, 3))
-    x = x + block.project(ops.reshape(mixed, (-1, mixed.shape[1], block.width)))
-    return x + block.contract(ops.gelu(block.expand(block.mlp_norm(x)), approximate=True)), (k, v)
+    pair = []
+    def attention(*of_each):
+        q, *new = (ops.transpose(y, (0, 2, 1, 3)) for y in of_each)   # heads first
+        pair.extend(ops.slice_update(old, (0, 0, position, 0), ops.cast(y, old.dtype))
+                    for old, y in zip(cache, new))
+        k, v = pair
+        score = ops.cast(ops.matmul(q * q.shape[-1]**-0.5, ops.transpose(k, (0, 1, 3, 2))), 'float32')
+        weight = ops.cast(ops.softmax(ops.where(mask, score, -1e9)), v.dtype)
+        mixed = ops.transpose(ops.matmul(weight, v), (0, 2, 1, 3))
+        return ops.reshape(mixed, (-1, mixed.shape[1], block.width))
+    return block_pass(block, x, attention), tuple(pair)
 
 def _cached_pass(gpt: GPT, x, mask, cache: list, position):   # as of `_cached_block`, for all blocks
     "Hidden states of the new positions, and the extended cache."
@@ -189,7 +192,7 @@ def begin_rows(
     sampling: 'Sampling',   # of tensors (B,)
 ) -> dict:                  # the state of the loop, without room for a code
     "Pass voice, text and START of each row."
-    text_in = shifted(text, text_length, gpt.text_start, _TEXT_STOP)[0]
+    text_in = shifted(text, text_length, gpt.text_start, TEXT_STOP)[0]
     (B, T), P = text_in.shape, prompt.shape[1]
     x = ops.concatenate([ops.cast(prompt, gpt.compute_dtype), gpt.embed_text(text_in),
                          gpt.embed_codes(tf.fill([B, 1], gpt.code_start))], 1)

@@ -17,8 +17,8 @@ import numpy as np
 import yaml
 
 from ..config import UserError
-from ..data.sentences import _places, PARAGRAPH, _sentences, sentences, _separable, SPACE
-from ..data.text import NothingToSay, plain_markdown, _Speakable
+from ..data.sentences import break_places, PARAGRAPH, _sentences, sentences, separable, SPACE
+from ..data.text import NothingToSay, plain_markdown, Speakable
 from .generate import piece_seeds, Speaker
 
 # %% ../../nbs/speech/long.ipynb #7335a827
@@ -33,7 +33,7 @@ def _middle(text: str, start: int, end: int, places: list[int], found: dict) -> 
     inside = places[bisect_left(places, start + max(1, sixth)):bisect_left(places, end - sixth)]
     if inside: return min(inside, key=lambda i: (found[i][0], abs(i - half)))
     outward = (i for d in range(end - start) for i in (half + d, half - d) if start < i < end)
-    whole = (i for i in outward if _separable(text, i))
+    whole = (i for i in outward if separable(text, i))
     nearest = list(islice(whole, 64))
     inner = (i for i in nearest if start + sixth <= i <= end - sixth and not _one_word(text, i))
     return next(inner, nearest[0] if nearest else None)
@@ -65,7 +65,7 @@ def _packed(
     least: int,         # letters of a piece
     takes: Callable,    # start, end -> whether the model takes it
     most: int,          # characters
-    found: dict,        # of `_places`
+    found: dict,        # of `break_places`
     soon: bool,         # the first sentence is a piece of its own
 ) -> list[tuple[int, int]]:
     "Pieces of as many spans as fit; they end where a paragraph ends."
@@ -100,7 +100,7 @@ def _split_text(
 ) -> list[_TextPiece]:
     "Pieces of as many sentences of a paragraph as fit; a sentence that is too long is divided."
     short = language.split('-')[0]
-    places, found = _places(text, short)
+    places, found = break_places(text, short)
     most = _MAX_CHARACTERS.get(short, 166)
     takes = lambda start, end: len(text[start:end].strip()) <= most and fits(text[start:end])
     middle = lambda start, end: _middle(text, start, end, places, found)
@@ -165,7 +165,7 @@ class _Spoken(NamedTuple):
     piece: _TextPiece
     report: list[dict]     # what was found in it and what was done about it
 
-def _notes(said: _Speakable) -> tuple:
+def _notes(said: Speakable) -> tuple:
     "What becomes of the characters that cannot be said, as entries of a report."
     kinds = ('cannot be said', said.dropped), ('unknown letters', said.unknown)
     shown = lambda c: c if c.isprintable() else f'U+{ord(c):04X}'

@@ -13,8 +13,8 @@ from ..bench import rows_markdown
 from ..config import XTTSConfig
 from ..data.cache import Cache
 from ..data.corpora import visible
-from .evaluate import _Evaluation, _Trial
-from .scores import _number, _SOUND_SOURCES
+from .evaluate import Evaluation, Trial
+from .scores import _number, SOUND_SOURCES
 
 # %% ../../nbs/speech/model_card.ipynb #3cfcdf81
 def _cells(rows: dict) -> str:
@@ -23,16 +23,16 @@ def _cells(rows: dict) -> str:
     return rows_markdown([{'name': name, 'value': plain(value)} for name, value in rows.items()])
 
 # %% ../../nbs/speech/model_card.ipynb #516ef32d
-def _samples(trials: list[_Trial], most: int = 3) -> str:
+def _samples(trials: list[Trial], most: int = 3) -> str:
     "Links to what the model said, and to the recordings; the sounds are those of `evaluation_report`."
     plain = lambda text: visible(text).replace('[', '\\[').replace(']', '\\]')
     return '\n'.join(f'- {plain(trial.clip.text)}: [model](wavs/{k:03d}-model.wav), '
                      f'[recording](wavs/{k:03d}-recording.wav)' for k, trial in enumerate(trials[:most]))
 
-def _scores_markdown(scores: list[dict]) -> str:   # of `_Evaluation`
+def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
     "The medians of what is offered."
     rows = [{'name': f'{s["name"]}, {s["unit"]}'.rstrip(', ')} |
-            {shown: _number(s.get(k, {}).get('median')) for k, shown in _SOUND_SOURCES.items()}
+            {shown: _number(s.get(k, {}).get('median')) for k, shown in SOUND_SOURCES.items()}
             for s in scores if s['offered']]
     if not rows: return 'No score tells the recordings from the untrained model.'
     silent = any(s.get('model', {}).get('missing') for s in scores if s['offered'])
@@ -43,7 +43,7 @@ def _scores_markdown(scores: list[dict]) -> str:   # of `_Evaluation`
 _TRAINED = {'whole': 'all weights', 'lora': 'adapters next to the weights (LoRA)', 'rows': 'new tokens alone'}
 
 def model_card(
-    evaluation: _Evaluation,
+    evaluation: Evaluation,
     config: XTTSConfig,
     run: dict = {},                # noqa: B006 -- the facts of its run, only read; empty: not known
     cache: Cache | None = None,    # that it was trained on

@@ -19,9 +19,9 @@ from matplotlib.font_manager import findfont, FontProperties, get_font
 
 from ..bench import png_bytes, trace_count
 from ..config import UserError
-from ..data.audio import log_mel, resample, _wav_bytes
-from ..data.text import _TEXT_STOP
-from ..models.gpt import causal_mask, GPT, _split_heads
+from ..data.audio import log_mel, resample, wav_bytes
+from ..data.text import TEXT_STOP
+from ..models.gpt import attend, block_pass, causal_mask, GPT
 from ..models.xtts import XTTS
 from .generate import Sampling, Speaker
 from .voices import Voice
@@ -40,16 +40,15 @@ def _attention_pass(
     part = lambda values: tf.constant([values], tf.int32)
     before = [gpt.code_start, *codes][:len(codes)]   # the input at the place that gives the code
     x = ops.concatenate([ops.cast(prompt, gpt.compute_dtype)[None],
-                         gpt.embed_text(part([gpt.text_start, *ids, _TEXT_STOP])),
+                         gpt.embed_text(part([gpt.text_start, *ids, TEXT_STOP])),
                          gpt.embed_codes(part(before))], 1)
     mask, weights = causal_mask(x.shape[1], x.shape[1]), []
-    for block in gpt.blocks:
-        q, k, _ = (_split_heads(t, block.heads)
-                   for t in ops.split(block.qkv(block.attention_norm(x)), 3, axis=-1))
+    def attention(q, k, v):
         score = ops.cast(ops.einsum('blhk,bmhk->bhlm', q * q.shape[-1]**-0.5, k), 'float32')
         weight = ops.softmax(ops.where(mask, score, -1e9))
         weights.append(ops.mean(weight, (0, 1))[-len(codes):])   # of the heads
-        x = block(x, mask)
+        return attend(q, k, v, mask)
+    for block in gpt.blocks: x = block_pass(block, x, attention)
     return gpt.final_norm(gpt.stack_norm(x))[0, -len(codes):], np.stack(weights)
 
 # %% ../../nbs/speech/panel.ipynb #9a4e1009
@@ -172,7 +171,7 @@ def speech_panel(
             before = compiled()
             spoken = _speak(rows, c.text.value, c.language.value, voice, sampling, speed)
             c.picture.value = png_bytes(_picture(speaker, spoken, voice, speed))
-            c.player.value = _wav_bytes(spoken.wav, speaker.sample_rate)
+            c.player.value = wav_bytes(spoken.wav, speaker.sample_rate)
             result.layout.display = None
             line = (f'{len(spoken.wav) / speaker.sample_rate:.2f} s at {speaker.sample_rate} Hz, '
                     f'{speaker.vocoder}; functions compiled: {compiled() - before}')

@@ -15,8 +15,8 @@ from ..data.audio import save_audio
 from ..data.corpora import visible
 from ..files import check_results, has_keys, write_json
 from ..report import facts, heading, picture, player, plot_mels, write_report
-from .evaluate import _Evaluation
-from .scores import _AUDIO, _badness, _number, _SCORES, _SOUND_SOURCES
+from .evaluate import Evaluation
+from .scores import _AUDIO, _badness, _number, SCORES, SOUND_SOURCES
 
 # %% ../../nbs/speech/score_page.ipynb #5055f96b
 _SCORE_STYLE = """<style>
@@ -30,22 +30,22 @@ _SCORE_STYLE = """<style>
 .key i { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .35em }
 .key span { white-space: nowrap; margin-right: 1em }
 </style>"""
-_SOURCE_COLOURS = dict(zip(_SOUND_SOURCES,
+_SOURCE_COLOURS = dict(zip(SOUND_SOURCES,
                            ('#2a9d5c', '#e0a100', '#1d6f8b', '#c8553d', '#9aa5b1', '#6d7885')))
 
 # %% ../../nbs/speech/score_page.ipynb #fed1dabe
 def _scale(score: dict) -> str:
     "The medians as dots between the recording, left, and the untrained model, right."
-    best = _SCORES[score['score']].best
+    best = SCORES[score['score']].best
     level = {k: _badness(best,
-                         score[k]['median']) for k in _SOUND_SOURCES if k in score and score[k]['clips']}
+                         score[k]['median']) for k in SOUND_SOURCES if k in score and score[k]['clips']}
     first, last = level['recording'], level['untrained']
     if not np.isfinite([first, last]).all() or last <= first: return ''
     dots = ''
     for name in sorted(level, key=lambda k: k == 'model'):   # the model on top
         x = 8 + 134 * min(max((level[name] - first) / (last - first), 0), 1.08)
         dots += (f'<circle cx="{x:.0f}" cy="10" r="{6 if name == "model" else 4.5}" '
-                 f'fill="{_SOURCE_COLOURS[name]}"><title>{_SOUND_SOURCES[name]}</title></circle>')
+                 f'fill="{_SOURCE_COLOURS[name]}"><title>{SOUND_SOURCES[name]}</title></circle>')
     return ('<svg width="160" height="20" role="img" aria-label="medians on a scale">'
             f'<line x1="8" x2="142" y1="10" y2="10" stroke="#9aa5b1"/>{dots}</svg>')
 
@@ -57,7 +57,7 @@ def _below(values: dict) -> str:   # of `spread`
 
 def _score_row(score: dict, sources: list[str]) -> str:
     "The line of a score in the table."
-    one = _SCORES[score['score']]
+    one = SCORES[score['score']]
     limits = one.limits if score['offered'] else f'not offered: {score["fault"]}'
     name = f'{one.name}, {one.unit}'.rstrip(', ')
     cells = [f'<td>{html.escape(name)}<small>{html.escape(limits)}</small></td>']
@@ -69,21 +69,21 @@ def _score_row(score: dict, sources: list[str]) -> str:
     cells.append(f'<td>{_scale(score)}</td>' if score['offered'] else f'<td colspan="{beside}"></td>')
     return f'<tr{"" if score["offered"] else " class=off"}>{"".join(cells)}</tr>'
 
-def scores_table(scores: list[dict]) -> str:   # of `_Evaluation`
+def scores_table(scores: list[dict]) -> str:   # of `Evaluation`
     "The scores as HTML, those that are not offered at the end."
-    sources = [name for name in _SOUND_SOURCES if any(name in s for s in scores)]
-    key = ''.join(f'<span><i style="background:{_SOURCE_COLOURS[name]}"></i>{_SOUND_SOURCES[name]}</span>'
+    sources = [name for name in SOUND_SOURCES if any(name in s for s in scores)]
+    key = ''.join(f'<span><i style="background:{_SOURCE_COLOURS[name]}"></i>{SOUND_SOURCES[name]}</span>'
                   for name in sources)
-    head = ''.join(f'<th>{h}</th>' for h in ('', *map(_SOUND_SOURCES.get, sources), ''))
+    head = ''.join(f'<th>{h}</th>' for h in ('', *map(SOUND_SOURCES.get, sources), ''))
     rows = ''.join(_score_row(s, sources) for s in sorted(scores, key=lambda s: not s['offered']))
     return (f'{_SCORE_STYLE}<p class="key">{key}</p>'
             f'<div class="wide"><table class="scores"><tr>{head}</tr>{rows}</table></div>')
 
 # %% ../../nbs/speech/score_page.ipynb #533591ad
-def _trial_section(evaluation: _Evaluation, k: int, folder: Path) -> list[str]:
+def _trial_section(evaluation: Evaluation, k: int, folder: Path) -> list[str]:
     "One clip: its mels, and players of what was scored."
     clip, pieces = evaluation.trials[k].clip, []
-    sounds = {name: evaluation.sounds[source][k] for source, name in list(_SOUND_SOURCES.items())[:4]}
+    sounds = {name: evaluation.sounds[source][k] for source, name in list(SOUND_SOURCES.items())[:4]}
     for name, sound in ({'reference': evaluation.sounds['reference'][k]} | sounds).items():
         path = folder / 'wavs' / f'{k:03d}-{name}.wav'
         save_audio(path, sound.wav, sound.rate)
@@ -99,7 +99,7 @@ def _check_report(folder: str | Path):
                   lambda: has_keys(Path(folder) / 'scores.json', 'scores', 'clips'))
 
 def evaluation_report(
-    evaluation: _Evaluation,
+    evaluation: Evaluation,
     folder: str | Path,      # receives `report.html`, `scores.json` and `wavs`
     most: int = 8,           # clips to listen to
 ) -> Path:

@@ -181,8 +181,8 @@ def _studio_voices(
     xtts,               # of `XTTS`
 ) -> dict[str, Voice]:
     "The voices of one file; raises `UserError` for a file of another kind or of another model."
-    from xtts_nb.models.convert import _read_plain_pth   # imports TensorFlow
-    found, model = _read_plain_pth(path), xtts.config.model
+    from xtts_nb.models.convert import read_plain_pth   # imports TensorFlow
+    found, model = read_plain_pth(path), xtts.config.model
     if not xtts.hifigan:
         raise UserError('The model has no HiFi-GAN decoder, which these voices need; use the released model.')
     shapes = {'gpt_cond_latent': (1, model.gpt.prompt_latents, model.gpt.hidden_dim),

@@ -17,23 +17,23 @@ from ..config import read_settings, setup_tf, UserError, workspace, XTTSConfig
 from ..data.cache import Cache
 from ..data.native import BatchPlan
 from ..data.text import Tokenizer
-from ..devices import _DevicePlan, _in_cluster, setup_devices
+from ..devices import DevicePlan, in_cluster, setup_devices
 from ..files import check_folder
 from ..settings import (
-    check_used, config_diff, _DEVICE_OPTIONS, flat, layers_of, nested, _RATE_KEYS, rates, _Resolved, resolve,
+    check_used, config_diff, flat, layers_of, nested, _RATE_KEYS, rates, Resolved, resolve,
     _SMALL, usual_rates)
-from .caches import _corpus_cache, _is_corpus, silent
-from .dual import _check_no_codes, Feed, _RING
-from .finetune import _new_rows
-from .memory import _check_memory, _compute_capability, _find_batch_size, _free_memory
+from .caches import _corpus_cache, is_corpus, silent
+from .dual import _check_no_codes, Feed, RING
+from .finetune import new_rows
+from .memory import check_memory, _compute_capability, _find_batch_size, _free_memory
 from .runs import (
-    _base_config, _check_made_for, held_out_share, _Mix, new_run, open_cache, _run_facts)
+    _base_config, check_made_for, held_out_share, Mix, new_run, open_cache, run_facts)
 from .trainer import Trainer
 
 # %% ../../nbs/train/begin.ipynb #7f3fa53c
 class _Request(NamedTuple):
     "What a training is asked to be: settings, and what they belong to."
-    settings: _Resolved
+    settings: Resolved
     facts: dict              # of the run that is resumed; empty for a new one
     cache: Cache | None      # None: a corpus, which has no cache yet
     base: Path | None        # model to start from
@@ -63,7 +63,7 @@ def _with_base(base, settings, initial, resumed: bool = False, chosen=None) -> X
     training = out.training.model_copy(update={'decoder': found.training.decoder})
     return out.model_copy(update={'speech': found.speech, 'training': training}).replace(**nested(mine))
 
-def _with_rates(resolved: _Resolved, base, origin: str, file: str | None, resumed: bool, say) -> _Resolved:
+def _with_rates(resolved: Resolved, base, origin: str, file: str | None, resumed: bool, say) -> Resolved:
     "The settings with the model to start from and the rates for what is trained of it, which are printed."
     chosen = {key for key, name in resolved.came_from.items() if name != origin}
     of_file = {key for name in _RATE_KEYS if resolved.came_from[key := f'training.gpt.{name}'] == file}
@@ -100,8 +100,8 @@ def settings_for(
 ) -> _Request:
     "Resolve the settings of a training and where each value comes from; `UserError` for a refused one."
     run, data = run and Path(run), data and Path(data)
-    facts = _run_facts(run) if run else {}   # refuses a folder that holds something else
-    folder = None if _is_corpus(data) else data or facts.get('cache')
+    facts = run_facts(run) if run else {}   # refuses a folder that holds something else
+    folder = None if is_corpus(data) else data or facts.get('cache')
     cache = Cache(folder, in_memory=False) if folder else None   # mapped until its budget is known
     if preset or not (facts or cache):
         begun, origin = XTTSConfig.preset(preset or 'tiny'), f'preset {preset or "tiny"}'
@@ -129,15 +129,15 @@ def _check_prepared(cache: Cache, begun: XTTSConfig, config: XTTSConfig, options
     check_used(begun, config, always, reason, explicit)
 
 # %% ../../nbs/train/begin.ipynb #c84479e0
-def _maker(devices: _DevicePlan) -> tuple[Callable, int]:
+def _maker(devices: DevicePlan) -> tuple[Callable, int]:
     "The function that makes a trainer, on one device or on several, and how many devices share a batch."
-    if not _in_cluster() and (len(devices.limits) < 2 or devices.data != devices.model): return new_run, 1
+    if not in_cluster() and (len(devices.limits) < 2 or devices.data != devices.model): return new_run, 1
     from xtts_nb.train.distributed import _cluster_run
     return _cluster_run()
 
 def _one_or_all(make: Callable, replicas: int, config, cache, mixed: bool, say) -> tuple[Callable, int]:
     "The same as `_maker`; one device where the training cannot use several of this machine."
-    if replicas == 1 or _in_cluster(): return make, replicas
+    if replicas == 1 or in_cluster(): return make, replicas
     from xtts_nb.train.distributed import _one_device_reason
     if reason := _one_device_reason(config, cache, mixed):
         say(f'This training uses the first of {replicas} GPUs: {reason}.')
@@ -145,11 +145,11 @@ def _one_or_all(make: Callable, replicas: int, config, cache, mixed: bool, say) 
     say(f'Each of {replicas} GPUs computes its share of every batch.')
     return make, replicas
 
-def _feed(cache: Cache, config: XTTSConfig, devices: _DevicePlan, on_device: bool, ring: int | None,
+def _feed(cache: Cache, config: XTTSConfig, devices: DevicePlan, on_device: bool, ring: int | None,
           say) -> dict:
     "Where the batches of a runtime cache are made; empty if codes are prepared and no GPU was requested."
-    if _in_cluster() or ('codes' in cache.manifest['stored'] and not on_device): return {}
-    feed = Feed(cache, config, devices, ring or _RING)
+    if in_cluster() or ('codes' in cache.manifest['stored'] and not on_device): return {}
+    feed = Feed(cache, config, devices, ring or RING)
     limits = [f'GPU {card}: {" and ".join(map(str, parts))} MiB.'
               for card, parts in devices.limits.items() if parts]
     for line in (devices.line, *limits): say(line)
@@ -164,7 +164,7 @@ def _without_codes(config: XTTSConfig) -> XTTSConfig:
 
 # %% ../../nbs/train/begin.ipynb #6d3fe577
 def _mix(mix, share: float | None, val: float, facts: dict, config, cache: Cache, fed: bool, say,
-         tell) -> _Mix | None:
+         tell) -> Mix | None:
     "The older clips that are read as well, requested or of the run; None if there are none."
     known = 'mix' in facts
     if not (mix or known):
@@ -173,12 +173,12 @@ def _mix(mix, share: float | None, val: float, facts: dict, config, cache: Cache
     if fed:
         raise UserError('`mix` works on one device with prepared codes; leave `data_gpu` and related '
                         'options out.')
-    if _in_cluster(): raise UserError('`mix` is for one machine; train on one, or leave it out.')
-    folder = _corpus_cache(mix, config, cache.folder, say, tell) if _is_corpus(mix) else mix
+    if in_cluster(): raise UserError('`mix` is for one machine; train on one, or leave it out.')
+    folder = _corpus_cache(mix, config, cache.folder, say, tell) if is_corpus(mix) else mix
     old = open_cache(folder or facts['mix'], config, cache)
     if share is None: share = facts.get('mix_share')
     out = facts['mix_held_out'] if known else held_out_share(old, val or 0.1)
-    return _Mix(old, out) if share is None else _Mix(old, out, share)
+    return Mix(old, out) if share is None else Mix(old, out, share)
 
 def _every(training, updates: int) -> int:   # updates: of the whole training
     "Updates between two validations: ten of them, or with each checkpoint."
@@ -210,12 +210,12 @@ def _with_interval(config: XTTSConfig, begun: XTTSConfig | None, val, cache) -> 
 
 # %% ../../nbs/train/begin.ipynb #b5eeb5af
 def largest_batch(cache: Cache, config: XTTSConfig, base: Path | None = None,
-                  mix: _Mix | None = None) -> tuple:
+                  mix: Mix | None = None) -> tuple:
     "Return S and T of the largest bucket, and the ranges of the new tokens whose rows are trained."
     tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
     caches = [cache, mix.cache] if mix else [cache]
     shapes = [BatchPlan(part, config.data).shapes[-1] for part in caches]
-    return *map(max, zip(*shapes)), _new_rows(config, tokenizer, cache.languages)
+    return *map(max, zip(*shapes)), new_rows(config, tokenizer, cache.languages)
 
 def _fit_batch(config: XTTSConfig, largest: tuple, memory: int | None = None, say=print,
               tell=silent) -> tuple:
@@ -227,14 +227,14 @@ def _fit_batch(config: XTTSConfig, largest: tuple, memory: int | None = None, sa
     say(f'{rows} rows at once, in {chosen.grad_accum_steps} parts{again}.')
     return found, tried
 
-def _in_memory(config, largest: tuple, fit: bool, devices: _DevicePlan, replicas: int, say,
+def _in_memory(config, largest: tuple, fit: bool, devices: DevicePlan, replicas: int, say,
                tell) -> XTTSConfig:
     "The settings, or some that fit into memory; each of `replicas` devices computes its share of a batch."
     if fit: config = _fit_batch(config, largest, None, say, tell)[0]
     codes, text, runs = largest
     rows = max(config.training.gpt.grad_accum_steps, config.data.batch_size // replicas)
     on_each = config.replace(data={'batch_size': rows}) if replicas > 1 else config
-    say(_check_memory(on_each, codes, text, sum(b - a for a, b in runs), _free_memory(devices)))
+    say(check_memory(on_each, codes, text, sum(b - a for a, b in runs), _free_memory(devices)))
     return config
 
 def _check_fit(gpus: dict):
@@ -243,7 +243,7 @@ def _check_fit(gpus: dict):
         raise UserError('`fit_memory` tries updates on the first GPU with all its memory; leave `data_gpu` '
                         'and related options out, or find the sizes first: '
                         'xtts-nb find batch-size --data CACHE --memory GB.')
-    if _in_cluster():
+    if in_cluster():
         raise UserError('`fit_memory` is for one device; find the sizes first with xtts-nb find batch-size.')
 
 # %% ../../nbs/train/begin.ipynb #6fa77947
@@ -263,6 +263,9 @@ def _free_run(name: str = 'train') -> Path:
     "The first of train-1, train-2, ... that is free in the workspace."
     runs = workspace().runs
     return next(run for n in count(1) if not (run := runs / f'{name}-{n}').exists())
+
+# of `plan_devices`
+_DEVICE_OPTIONS = 'data_gpu', 'model_gpu', 'enable_memory_isolation', 'data_gpu_memory', 'model_gpu_memory'
 
 def begin(
     data: str | Path | None = None,      # cache, or corpus to prepare first; not needed to resume
@@ -298,13 +301,13 @@ def begin(
     if on_device and not cache: config = _without_codes(config)
     if not cache: cache = Cache(prepare(data, config, base), in_memory=False)
     cache.read(config.data.ram_budget)
-    _check_made_for(cache, config)   # before the memory is checked: that needs a model that can be trained
+    check_made_for(cache, config)   # before the memory is checked: that needs a model that can be trained
     make, replicas = _one_or_all(make, replicas, config, cache, 'mix' in facts, say)
     feed = _feed(cache, config, devices, on_device, buffer_size, say)
     older = _mix(mix, mix_share, val, facts, config, cache, bool(feed), say, tell)
     largest = largest_batch(cache, config, base, older)
     config = _in_memory(config, largest, fit_memory, devices, replicas, say, tell)
-    if _is_corpus(val_data): val_data = prepare(val_data, config, cache.folder)
+    if is_corpus(val_data): val_data = prepare(val_data, config, cache.folder)
     val_data = val_data or facts.get('val')
     held_out = facts['held_out'] if facts else []
     if val and sorted(wanted := held_out_share(cache, val)) != sorted(held_out):
@@ -322,7 +325,7 @@ def begin(
     if facts and rate(settings.begun) != rate(config): trainer.assigned_rate = None   # by a callback, before
     return trainer
 
-def _devices(gpus: dict, one: bool, say) -> _DevicePlan:
+def _devices(gpus: dict, one: bool, say) -> DevicePlan:
     "The devices of this process, before TensorFlow computes anything."
     setup_tf()
     return setup_devices(say=say, **gpus) if one else setup_devices(every=True, say=say)

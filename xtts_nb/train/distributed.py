@@ -14,15 +14,14 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import _to_device
 from ..config import UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, _one_reader, _reader_of
 from ..data.cache import Cache, Column
-from ..devices import card_names, _DevicePlan, _in_cluster
+from ..devices import card_names, DevicePlan, in_cluster, to_device
 from ..files import fingerprint
 from ..models.gpt import GPT
 from ..models.xtts import XTTS
-from .dual import Feed, _SoundReader
+from .dual import Feed, SoundReader
 from .runs import new_run
 from .step import compile_step, token_counts, Update
 from .trainer import Trainer, _epochs_to_steps
@@ -43,7 +42,7 @@ def _slurm_workers() -> tuple[list[str], int]:
 
 def _cluster_resolver() -> tf.distribute.cluster_resolver.ClusterResolver | None:
     "The workers that `TF_CONFIG` or else Slurm names; None where this process works alone."
-    if not _in_cluster(): return None
+    if not in_cluster(): return None
     if os.environ.get('TF_CONFIG'): found = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     else:
         workers, index = _slurm_workers()
@@ -108,7 +107,7 @@ class ShareReader:
         whole['weight'] = weight
         return self.own(step) | {_WHOLE + name: x for name, x in whole.items()}
 
-def _share_sounds(share: Share) -> ShareReader: return ShareReader(share, _SoundReader(share))
+def _share_sounds(share: Share) -> ShareReader: return ShareReader(share, SoundReader(share))
 
 def _code_feed(
     config: XTTSConfig,
@@ -118,7 +117,7 @@ def _code_feed(
     "Makes the codes of runtime caches on this worker's GPU, a batch at once; else the CPU makes them."
     runtime = all('codes' not in plan.cache.manifest['stored'] for plan in plans)
     if not runtime or len(devices) > 1 or 'GPU' not in devices[0]: return None
-    return Feed(plans[0].cache, config, _DevicePlan({}, devices[0], devices[0]))
+    return Feed(plans[0].cache, config, DevicePlan({}, devices[0], devices[0]))
 
 # %% ../../nbs/train/distributed.ipynb #801ca4df
 class _Replicas:
@@ -248,7 +247,7 @@ def _check_alike(copies: _Replicas, *facts):
 class _DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, validation: BatchPlan | None = None,
-                 update: Update | None = None, *, strategy, listen=None):
+                 update: Update | None = None, *, strategy, listener=None):
         update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training.gpt, plan))
         copies = self.copies = _Replicas(update, xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
@@ -256,8 +255,8 @@ class _DistributedTrainer(Trainer):
         share = partial(Share, worker=copies.worker, workers=copies.workers, to_gpu=len(copies.devices) == 1)
         plans = [share(some) if some else None for some in (plan, validation)]
         feed = _code_feed(xtts.config, copies.devices, [*filter(None, plans)])
-        listen = None if copies.worker else listen
-        super().__init__(xtts, plans[0], run, plans[1], copies, feed, listen=listen)
+        listener = None if copies.worker else listener
+        super().__init__(xtts, plans[0], run, plans[1], copies, feed, listener=listener)
         self.last_vote = tf.constant(0.)
         self.votes = tf.function(lambda vote: copies.all_reduce(lambda i: vote)[0])
         self.bit_sums = tf.function(lambda: _all_bit_sums(copies))
@@ -268,7 +267,7 @@ class _DistributedTrainer(Trainer):
         mode = 'eager' if self.training.mode == 'eager' else 'graph'
         return compile_step(step, self.training.model_copy(update={'mode': mode}))
 
-    def place(self, batch): return _to_device(batch) if len(self.copies.devices) == 1 else batch
+    def place(self, batch): return to_device(batch) if len(self.copies.devices) == 1 else batch
 
     def fit(self, *arguments, **named):
         "The same as a `Trainer`; raises `UserError` for Keras callbacks, and if another worker is lost."

@@ -12,9 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ..bench import _to_device
 from ..config import UserError
-from ..devices import _products_in_tf32
+from ..devices import _products_in_tf32, to_device
 from ..files import atomic_file, check_results, has_keys, write_json
 from .trainer import Trainer
 
@@ -50,7 +49,7 @@ def find_learning_rate(
     trainer.optimizer.learning_rate = rising
     with _products_in_tf32(trainer.training.tf32):
         for number, batch in enumerate(trainer.batches(0, steps)):
-            losses.append(float(trainer.train_step(_to_device(batch), tf.constant(number))['loss']))
+            losses.append(float(trainer.train_step(to_device(batch), tf.constant(number))['loss']))
             if progress: progress(number + 1, steps)
             if not np.isfinite(losses[-1]) or _smoothed(losses)[-1] > 2 * _smoothed(losses).min(): break
     losses = [l for l in losses if np.isfinite(l)]

@@ -19,14 +19,14 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import compare, png_bytes, _to_device, wait_for
+from ..bench import compare, png_bytes, wait_for
 from ..config import PartTraining, UserError
 from ..data.cache import Cache
-from ..devices import _DevicePlan, setup_devices
+from ..devices import DevicePlan, setup_devices, to_device
 from ..files import atomic_file, named_weights
 from ..monitor.loop import time_phases
-from ..records import _device_name
-from .dual import dual_trainer, overlap, plot_timeline, _RING, run_feed, _stage_rows
+from ..records import device_name
+from .dual import dual_trainer, overlap, plot_timeline, RING, run_feed, _stage_rows
 from .step import compile_step, token_counts, token_losses, total_loss, Update
 from .trainer import Trainer
 
@@ -161,7 +161,7 @@ def profile(
 ) -> dict:                   # device, mode, variables, ops, split, memory, phases, trace, unseen
     "Measure placement, times, memory and a trace of a training step; it makes real updates."
     tell('place')
-    batch, number = _to_device(batch), tf.constant(0)
+    batch, number = to_device(batch), tf.constant(0)
     rows, ops = _variable_placement(update), _op_placement(update, batch, number)
     tell('split')
     steps = {name: compile_step(part, training) for name, part in _prefixes(update).items()}
@@ -176,7 +176,7 @@ def profile(
     if batches is not None: phases = time_phases(batches, lambda b: step(b, number), steps=20).to_dict()
     gpu = bool(tf.config.list_physical_devices('GPU'))
     xla = getattr(step, 'xla', False)
-    return {'device': _device_name(),
+    return {'device': device_name(),
             'mode': 'XLA' if xla else 'graph' if hasattr(step, 'graph') else 'eager',
             'variables': rows, 'ops': ops, 'split': parts, 'memory': memory(rows, batch, peak),
             'phases': phases, 'trace': str(folder),
@@ -331,8 +331,8 @@ def _profile_dual(
     data: str | Path,                     # a runtime cache
     out: str | Path = 'dual.png',         # the picture
     steps: int = 30,
-    ring: int = _RING,                    # batches before the model
-    devices: _DevicePlan | None = None,    # default: two of `setup_devices`
+    ring: int = RING,                    # batches before the model
+    devices: DevicePlan | None = None,    # default: two of `setup_devices`
 ) -> dict:   # rows, picture, verdict, wall, work, rate, model_wait_share, ring_max, losses
     "The work of each stage, as rows and as a timeline; call it before TensorFlow runs anything."
     cache = Cache(data)

@@ -19,13 +19,13 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import compare, _put_back, trace_count
+from ..bench import compare, trace_count
 from ..config import GPTTraining, PartTraining, XTTSConfig
-from ..data.text import _TEXT_STOP
-from ..devices import _products_in_tf32
+from ..data.text import TEXT_STOP
+from ..devices import _products_in_tf32, put_back
 from ..files import named_weights
 from ..models.gpt import _fold_seed, GPT, shifted
-from ..models.xtts import _POLICIES
+from ..models.xtts import POLICIES
 
 # %% ../../nbs/30_trainer_xla.ipynb #5e5a2fa0
 def random_batch(
@@ -53,7 +53,7 @@ def _cross_entropies(
     "Summed cross-entropies of both heads and the number of tokens they were summed over."
     parts = {}
     for name, ids, scores, *marks in (
-            ('text', 'text', logits[0], gpt.text_start, _TEXT_STOP, 1),
+            ('text', 'text', logits[0], gpt.text_start, TEXT_STOP, 1),
             ('code', 'codes', logits[1], gpt.code_start, gpt.code_stop, gpt.code_stops)):
         _, targets, counted = shifted(batch[ids], batch[f'{name}_length'], *marks)
         counted *= batch['weight'][:, None]
@@ -217,7 +217,7 @@ def averaged(optimizer: keras.optimizers.Optimizer, variables: list):
     if not optimizer.use_ema or optimizer.iterations.numpy() == 0:   # the means begin with the first update
         yield
         return
-    with _put_back(variables):
+    with put_back(variables):
         optimizer.finalize_variable_values(variables)
         yield
 
@@ -430,7 +430,7 @@ def step_modes(
         changed = config.replace(training={'gpt': settings})
         training = changed.training.gpt
         keras.utils.set_random_seed(training.seed)
-        gpt = GPT(changed, text_start, dtype=_POLICIES[training.precision])
+        gpt = GPT(changed, text_start, dtype=POLICIES[training.precision])
         steps[name] = compile_step(Update(gpt, training), training)
     return steps
 

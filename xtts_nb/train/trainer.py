@@ -21,12 +21,12 @@ import psutil
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import _put_back, _to_device, trace_count
+from ..bench import trace_count
 from ..config import _control_groups, PartTraining, UserError
 from ..data.native import BatchPlan
-from ..devices import _products_in_tf32
+from ..devices import _products_in_tf32, put_back, to_device
 from ..files import (
-    append_line, atomic_file, load_weights, locked, _open_weights, _PART, read_json, _read_json_lines,
+    append_line, atomic_file, load_weights, locked, open_weights, PART, read_json, read_json_lines,
     save_weights, write_json)
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
@@ -70,7 +70,7 @@ def _load_checkpoint(
     variables: dict,       # {name: variable} to fill
 ) -> dict:                 # the facts, `step` among them
     "Restore a state; raises `UserError` naming what is missing or has another shape, or the changed setting."
-    with _open_weights(path) as file: known = {*file.keys()}
+    with open_weights(path) as file: known = {*file.keys()}
     if key := _changed_setting(variables.keys() - known, known):
         raise UserError(f'{path}: was saved with another {key}; give the value that the run began with, or '
                         'begin a new run from its model, with `model`.')
@@ -158,7 +158,7 @@ def _newest_whole(run: Path) -> Path | None:
     saved, torn = checkpoints(run / 'checkpoints'), []
     for path in reversed(saved):
         try:
-            with _open_weights(path): break
+            with open_weights(path): break
         except UserError as e:
             if path == saved[0]: raise
             torn.append((path, e))
@@ -171,21 +171,15 @@ def _restore(trainer):   # a `Trainer` with a run
     "Resume from the newest checkpoint that is whole; later metrics and half-written files are deleted."
     run = trainer.run
     for folder in (run, run / 'checkpoints', run / 'best'):
-        for part in filter(Path.is_file, folder.glob(f'*{_PART}')): part.unlink()
+        for part in filter(Path.is_file, folder.glob(f'*{PART}')): part.unlink()
     if saved := _newest_whole(run):
         for name, value in _load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
     trainer.best = _told(run / 'best') or None   # it may be of a later update than the checkpoint
     trainer.seen_checkpoint = _newest(run)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
-    lines = metrics.read_text(encoding='utf-8').split('\n')
-    with atomic_file(metrics) as part:
-        part.write_text(''.join(l + '\n' for l in lines if _step_of(l) <= trainer.step))
-
-def _step_of(line: str) -> float:
-    "The update of a line of metrics; infinity for one that was torn by a kill."
-    try: return json.loads(line)['step']
-    except ValueError: return math.inf
+    lines = [json.dumps(line) + '\n' for line in read_json_lines(metrics) if line['step'] <= trainer.step]
+    with atomic_file(metrics) as part: part.write_text(''.join(lines))
 
 # %% ../../nbs/train/trainer.ipynb #48726dad
 class _Hooks:
@@ -310,9 +304,9 @@ class Trainer:
                  validation: BatchPlan | None = None, update: Update | None = None,
                  feed=None,                    # (plan, first, last) -> batches; default: the plan's stream
                  device: str | None = None,    # of the model; default: the first GPU, or the CPU
-                 listen=None,                  # (folder) -> {score: number}, called at each validation
+                 listener=None,                # (folder) -> {score: number}, called at each validation
                  old_validation: BatchPlan | None = None):   # clips of what the model learned before
-        self.listen, self.old_validation = listen, old_validation
+        self.listener, self.old_validation = listener, old_validation
         self.xtts, self.plan, self.run, self.validation = xtts, plan, run and Path(run), validation
         self.feed = feed or (lambda plan, first, last: plan.stream(first, last, model=device))
         self.device = device
@@ -330,7 +324,7 @@ class Trainer:
         self.first_step, self.report, self.pending, self.in_flight = 0, lambda line: None, [], None
         self.timer = self.state_at_start = None
         self.unsaved = None   # a best model that could not be written, with its scores
-        self.eval_last = None   # () -> as `listen`, of more clips, for the end of the training
+        self.eval_last = None   # () -> as `listener`, of more clips, for the end of the training
         self.writer, self.fetcher = _Writer(), ThreadPoolExecutor(1, 'fetcher')
         self.step_seconds = {}   # {shape of a batch: seconds of single steps}, for the timer
         self.seen_checkpoint = None   # the newest one that this trainer has read or written
@@ -392,7 +386,7 @@ def batches(self: Trainer, first: int, last: int):
     return self.feed(self.plan, first, last)
 
 @patch
-def place(self: Trainer, batch): return _to_device(batch, self.device)
+def place(self: Trainer, batch): return to_device(batch, self.device)
 
 @patch(as_prop=True)
 def state(self: Trainer) -> dict:
@@ -491,10 +485,11 @@ def _count_bad(self: Trainer, step: int, bad) -> dict:
 # %% ../../nbs/train/trainer.ipynb #6f7475e2
 @patch
 def validate(self: Trainer) -> dict[str, float]:
-    "Compute losses of the held-out clips and the scores of `listen`, of the trained model without dropout."
+    "Compute losses of held-out clips and the scores of `listener`, of the trained model without dropout."
     with self.as_trained():
         metrics = self._means_of(self.validation, self.hooks.validation)
-        scores = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
+        spoken = self.run and self.run / 'spoken' / f'{self.step:09d}'
+        scores = self.listener(spoken) if self.listener else {}
         metrics |= {name: round(float(value), 6) for name, value in scores.items()} | self._old_loss()
         self.hooks.all.on_test_end(metrics)
     self.validated = {f'val_{name}': value for name, value in metrics.items()}
@@ -503,8 +498,7 @@ def validate(self: Trainer) -> dict[str, float]:
 @patch
 def _means_of(self: Trainer, plan: BatchPlan, each=iter) -> dict[str, float]:   # each: gets the batches
     "The mean losses of held-out clips, of the model as it is."
-    source = iter(self.feed(plan, 0, plan.steps_per_epoch))
-    with _closed_after(source):
+    with _closed_after(iter(self.feed(plan, 0, plan.steps_per_epoch))) as source:
         parts = [*map(lambda batch: self.evaluate(self.place(batch)), each(source))]
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
         return {name: round(float(value), 6) for name, value in self.update.means(sums).items()}
@@ -578,30 +572,30 @@ def _compare_last(self: Trainer):
     "When training ends: keep the last model in place of the best one if it speaks more clips better."
     best, last = self.best, self.step
     if not (self.run and self.eval_last and best) or last in (best['step'], best.get('compared')): return
-    logged = [line for line in _read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
+    logged = [line for line in read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
     if not (logged and logged[-1]['step'] == last): return
-    listen, kept = self.eval_last(), self.run / 'best' / 'model.safetensors'
-    if len(listen.ids) <= self.training.eval_clips: return   # there are no more
-    heard = lambda: {f'val_{name}': float(value) for name, value in listen(None).items()}
+    listener, kept = self.eval_last(), self.run / 'best' / 'model.safetensors'
+    if (clips := len(listener.ids)) <= self.training.eval_clips: return   # there are no more
+    heard = lambda: {f'val_{name}': float(value) for name, value in listener(None).items()}
     then = {name: value for name, value in best.items() if name != 'lowest'}
     try:
         with self.as_trained():
             now = logged[-1] | heard()
-            with _put_back([*self.xtts.weights.values()]):
+            with put_back([*self.xtts.weights.values()]):
                 load_weights(kept, self.xtts.weights)
                 then |= heard()
     except tf.errors.OpError as e:
         if not _lacked_memory(e): raise
-        return print(f'No memory to compare the best and the last model on {len(listen.ids)} clips; the best '
-                     'one is kept.', file=sys.stderr)
+        return print(f'No memory to compare the best and the last model on {clips} clips; the best one is '
+                     'kept.', file=sys.stderr)
     better, _ = judge(then, now, last, self.training.judge_by)
     self.best = (better or then) | {'compared': last}
     if better: self.save(False, True)
     else: write_json(kept.with_name('best.json'), self.best)
     told = ', '.join(f'distance {one["val_dtw"]:.2f} and words {max(0., one["val_words"]):.0%} at update '
                      f'{one["step"]}' for one in (then, now))
-    print(f'Compared on {len(listen.ids)} held-out clips: {told}; the model of update {self.best["step"]} is '
-          'kept.', file=sys.stderr)
+    print(f'Compared on {clips} held-out clips: {told}; the model of update {self.best["step"]} is kept.',
+          file=sys.stderr)
 
 # %% ../../nbs/train/trainer.ipynb #2ebc67c4
 @patch
@@ -725,9 +719,9 @@ def fit(self: Trainer,
     _check_callbacks(callbacks)
     hooks = self.hooks = _Hooks(callbacks, self.update.model, self.optimizer, self.epoch_updates, steps)
     ended, requests = self.over, []
-    stop, tf32 = _catch_sigterm(lambda *_: requests.append(True)), _products_in_tf32(self.training.tf32)
-    opened = lambda: _closed_after(iter(self.batches(self.step, steps)))   # once the run is locked
-    with stop, tf32, _locked(self.run), _on_device(self.device), opened() as source:
+    with (_catch_sigterm(lambda *_: requests.append(True)), _products_in_tf32(self.training.tf32),
+          _locked(self.run), _on_device(self.device),
+          _closed_after(iter(self.batches(self.step, steps))) as source):   # once the run is locked
         self._check_unchanged()
         hooks.train_begins(self.step, self.callback_counts, self.assigned_rate)
         if not (self.step or self.run and (self.run / 'metrics.jsonl').is_file()):
