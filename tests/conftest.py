@@ -78,8 +78,8 @@ def small():
     setup_tf(threads=2)
     return XTTSConfig.tiny(64).replace(
         model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
-               'gpt': {'num_layers': 2, 'text_tokens': 48, 'max_text_tokens': 40, 'max_audio_codes': 48,
-                       'prompt_latents': 4},
+               'gpt': {'num_layers': 2, 'conditioning_layers': 1, 'text_tokens': 48, 'max_text_tokens': 40,
+                       'max_audio_codes': 48, 'prompt_latents': 4},
                'decoder': {'channels': 32, 'rates': (16, 16), 'up_kernels': (32, 32),
                            'residual_kernels': (3, 7), 'dilations': (1, 3)}},
         data={'batch_size': 4, 'reference_frames': 32, 'max_text_tokens': 40})

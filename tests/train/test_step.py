@@ -90,7 +90,7 @@ def test_recomputed_blocks_give_the_same_gradients(plain, rows):
             for on in (False, True)]
     assert [u.gpt.recompute for u in made] == [u.gpt.conditioning.recompute for u in made] == [False, True]
     both = [compute(rows, tf.constant(3), token_counts(made[0].gpt, rows))[0]
-            for compute in (made[0].gradients, tf.function(made[1].gradients))]
+            for compute in (made[0].gradients, tf.function(made[1].gradients, autograph=False))]
     for v, a, b in zip(made[0].weights, *both): assert np.allclose(a, b, rtol=1e-4, atol=1e-6), v.path
 
 # --- what is not finite ---------------------------------------------------------------------------

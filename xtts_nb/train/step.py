@@ -199,11 +199,13 @@ class AdamW(keras.optimizers.Optimizer):
         kept = [1 - tf.pow(tf.cast(beta, 'float32'), done + 1) for beta in (self.beta_1, self.beta_2)]
         alpha, values = rate * tf.sqrt(kept[1]) / kept[0], lambda some: [v.value for v in some]
         weights, moments = values(variables), (values(self.momentum), values(self.velocity))
+        once = self.decay, 1 - self.beta_1, 1 - self.beta_2, self.epsilon   # not as constants for each weight
+        decay, first, second, epsilon = (tf.constant(x, tf.float32) for x in once)
         for w, g, momentum, velocity, decays in zip(weights, gradients, *moments, self.decays):
-            if decays: w.assign_sub(w * self.decay * rate)
-            momentum.assign_add((g - momentum) * (1 - self.beta_1))
-            velocity.assign_add((tf.square(g) - velocity) * (1 - self.beta_2))
-            w.assign_sub(momentum * alpha / (tf.sqrt(velocity) + self.epsilon))
+            if decays: w.assign_sub(w * decay * rate)
+            momentum.assign_add((g - momentum) * first)
+            velocity.assign_add((tf.square(g) - velocity) * second)
+            w.assign_sub(momentum * alpha / (tf.sqrt(velocity) + epsilon))
         if self.use_ema:   # of all updates at first: the decay is n / (n + 9) until that exceeds the setting
             share = tf.minimum(tf.cast(self.ema_momentum, 'float32'), done / (done + 9))
             for w, mean in zip(weights, values(self._model_variables_moving_average)):
