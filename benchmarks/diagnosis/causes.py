@@ -370,8 +370,10 @@ def healthy_files():
     decoded = rows.map(lambda r: tf.ensure_shape(tf.io.decode_raw(r, tf.uint8), [64]), num_parallel_calls=4)
     return decoded.batch(ROWS, drop_remainder=True).prefetch(2), emulated_step(for_rows)
 
+CAUSES = {   # where the cause has another name than the training
+    'numpy_function': 'Python makes the batches', 'variable shapes': 'compiled again for each shape'}
 TRAININGS = (
-    Training('numpy_function', 'numpy_function', numpy_function, lambda: numpy_function(native=True)),
+    Training('numpy_function', CAUSES['numpy_function'], numpy_function, lambda: numpy_function(native=True)),
     Training('no prefetch', 'no prefetch', no_prefetch, lambda: no_prefetch(2)),
     Training('variable shapes', 'variable shapes', variable_shapes, lambda: variable_shapes(padded=True)),
     Training('host sync per step', 'host sync per step', host_sync, lambda: host_sync(fetched=False)),
@@ -384,7 +386,7 @@ TRAININGS = (
     Training('oscillation', 'oscillation', oscillation, lambda: oscillation(12)),
     Training('device copy in step', 'device copy in step', device_copy,
             lambda: device_copy(through_host=False)),
-    *(Training(f'real: {cause}', cause, *twins, kind='real') for cause, *twins in (
+    *(Training(f'real: {name}', CAUSES.get(name, name), *twins, kind='real') for name, *twins in (
         ('numpy_function', real_python, lambda: real_python(native=True)),
         ('single-threaded map', real_map, lambda: real_map(cores())),
         ('no prefetch', real_no_prefetch, lambda: real_no_prefetch(2)),

@@ -189,24 +189,24 @@ def test_a_child_trains_with_the_settings(clean, cheap_xla):
 SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_size': 4,
                           'prefetch_to_gpu': False}, training={'gpt': {'mode': 'eager'}})
 
-@pytest.mark.parametrize('name, given, changed', [   # with six cores, and a cycle of `c` batches
+@pytest.mark.parametrize('name, given, changed', [   # with six cores; of a fix, its number
     ('no prefetch', {}, {'data.prefetch_buffer_size': 4}),
     ('no prefetch', {'data': {'prefetch_buffer_size': 9}}, None),
-    ('oscillation c=3', {}, {'data.prefetch_buffer_size': 6}),
+    ('oscillation: prefetch(6)', {}, {'data.prefetch_buffer_size': 6}),
     ('single-threaded map', {}, {'data.num_workers': 6}),
     ('oversubscription', {'data': {'num_workers': 99}}, {'data.num_workers': 6}),
     ('oversubscription', {'data': {'num_workers': 6}}, None), ('input-bound', {}, {'data.num_workers': 6}),
     ('input-bound', {'data': {'num_workers': 5}}, {'data.num_workers': 10}),
     ('copy-bound', {}, {'data.prefetch_to_gpu': True}),
     ('variable shapes', {}, {'data.pad_to_fixed_length': True}),
+    ('compiled again for each shape', {}, {'data.pad_to_fixed_length': True}),
     ('tiny batch', {}, {'data.batch_size': 16}), ('no XLA', {}, {'training.gpt.mode': 'xla'}),
     ('float32 on tensor cores', {}, {'training.gpt.precision': 'bfloat16'}),
     ('step not compiled', {}, {'training.gpt.mode': 'auto'}), ('something else', {}, None)])
 def test_the_change_for_a_finding(monkeypatch, name, given, changed):
     monkeypatch.setattr(quick_fix, 'cores', lambda: 6)
-    cause, _, cycle = name.partition(' c=')
-    verdict = SimpleNamespace(measured=SimpleNamespace(cycle=int(cycle or 1)))
-    found = _change_for(SimpleNamespace(cause=cause), verdict, SLOW.replace(**given))
+    cause, _, fix = name.partition(': ')
+    found = _change_for(SimpleNamespace(cause=cause, fix=fix), SLOW.replace(**given))
     assert (found and flat(found)) == changed
     assert {*_LEARNING} == {'data.batch_size', 'training.gpt.precision'} <= {*flat(TINY.model_dump())}
 

@@ -14,7 +14,7 @@ from benchmarks.diagnosis.programs.cases import Case, cases, FOLDER, half_of, HA
 from benchmarks.diagnosis.programs.score import judge, totals
 from process import xtts_nb
 from xtts_nb.config import setup_tf
-from xtts_nb.monitor.loop import SyncHooks
+from xtts_nb.monitor.watch import Watch
 
 setup_tf(threads=2)
 ALL = cases()
@@ -133,28 +133,29 @@ def watched(arm, times=3):
     data, step = arm()
     (batch,) = first(data)
     notes, results = [], []
-    with SyncHooks() as hooks:
-        for _ in range(times):
-            with hooks.step() as events: result = step(batch)
-            notes.append(events)
-            results.append(float(result))
+    for _ in range(times):
+        with Watch() as watch: result = step(batch)
+        notes.append(watch)
+        results.append(float(result))
     return notes[1:], results
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, what, before, after', [
-    ('real: retracing', lambda i: len(i.traced), 1, 0), ('real: host sync per step', lambda i: i.syncs, 1, 0),
-    ('real: device copy in step', lambda i: (i.down, i.up), (16 * 16384 * 4,) * 2, (0, 0)),
-    ('real: step not compiled', lambda i: len(i.calls), 0, 1),
-    ('real: variable shapes', lambda i: len(i.calls), 1, 1)])
+    ('real: retracing', lambda i: sum(e.traced for e in i.events), 1, 0),
+    ('real: host sync per step', lambda i: sum(e.kind == 'fetch' for e in i.events), 1, 0),
+    ('real: device copy in step', lambda i: sum(e.rows for e in i.events if e.kind == 'fetch'), 2**20, 0),
+    ('real: step not compiled', lambda i: len(i.functions), 0, 1),
+    ('real: variable shapes', lambda i: len(i.functions), 1, 1)])
 def test_a_fix_takes_the_cause_away_and_keeps_the_results(name, what, before, after):
     training = BY_NAME[name]
     slow, results = watched(training.slow)
     fixed, same = watched(training.fixed)
-    assert [what(i) for i in slow] == [before] * 2 and [what(i) for i in fixed] == [after] * 2
+    assert [*map(what, slow)] == [before] * 2 and [*map(what, fixed)] == [after] * 2
     assert results == pytest.approx(same, rel=1e-3,
                                     abs=1e-2 if name == 'real: device copy in step' else 1e-12)
     if name == 'real: variable shapes':
-        assert all(i.calls[0].function._jit_compile for i in slow) and results == pytest.approx([64.] * 3)
+        assert all(f._jit_compile for i in slow for f in i.functions.values())
+        assert results == pytest.approx([64.] * 3)
     if name.endswith('retracing'): assert len(set(results)) == 3   # the number of the step is used
 
 def test_trainings_are_counted():

@@ -1,4 +1,4 @@
-"Diagnosis: costs of an iteration, changed graphs, fixes, whole trainings; the rules are in `golden.json`."
+"Diagnosis: the watched loop, changed graphs and pipelines, fixes, whole trainings; causes: `golden.json`."
 import json
 import weakref
 
@@ -10,35 +10,35 @@ from watched import threads
 
 from xtts_nb.bench import _Arm
 from xtts_nb.config import UserError, setup_tf
-from xtts_nb.monitor import diagnose as page
+from xtts_nb.monitor import diagnose as page, input_rules
 from xtts_nb.monitor.diagnose import (
-    apply_fixes, Case, diagnose, Diagnosis, Finding, in_float32, measure_training, Measured, measured_gain,
-    _merge_batches, _pad_to_few_shapes, predict_gain, _ranked, _repeat_if_finite)
-from xtts_nb.monitor.loop import Call, _host_part, tf_sleep
+    apply_fixes, diagnose, Diagnosis, Measured, measured_gain, _merge_batches, _pad_to_few_shapes, _watched)
+from xtts_nb.monitor.input_rules import _Batches, _repeat_if_finite
+from xtts_nb.monitor.leave_out import Call, in_type
+from xtts_nb.monitor.loop import emulated_step, _host_part, tf_sleep
+from xtts_nb.monitor.program import _ranked
+from xtts_nb.monitor.seen import Finding
 
 setup_tf(threads=2)
 
-def measured(**more):
+def batches_of(**more):
     "Nothing hides behind anything: 8 s of a pipeline, then 10 s of a step."
-    return Measured(**dict(loop=18., pipeline=8., step=10., compute=10., first=0., batches=20, rows=4,
-                           wait=8.) | more)
+    return _Batches(**dict(dataset=(), period=18., wait=8., step=10., first=None, fill=0., times=[], busy=0.,
+                           seconds=8., stages=[]) | more)
 
 def finding(cause, gain, apply=None): return Finding(cause, f'why {cause}', f'do {cause}', gain, apply=apply)
 def called(function, *args, **kwargs):
     function(*args, **kwargs)
-    return Call(function, args, kwargs, 0., False)
+    return Call(function, args, kwargs)
 
 # --- costs of an iteration ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('more, change, expected', [
-    ({}, {}, 1.), ({}, dict(pipeline=4.), 18 / 14), ({}, dict(step=5.), 18 / 13), ({}, dict(overlap=1.), 1.8),
-    ({}, dict(pipeline=-3.), 1.8), ({}, dict(traced=2.), .9), (dict(compute=4., traced_alone=2.), {}, 1.),
-    (dict(loop=20., traced=2.), dict(traced=0.), 20 / 18),
-    (dict(loop=10.), dict(pipeline=0.), 1.),   # it is hidden already
-    (dict(loop=50., pipeline=0.), dict(step=5.), 2.)])
-
-def test_what_a_change_would_bring(more, change, expected):
-    assert predict_gain(measured(**more), **change) == pytest.approx(expected)
+    ({}, {}, 1.), ({}, dict(seconds=4.), 18 / 14), ({}, dict(overlap=1.), 1.8), ({}, dict(seconds=-3.), 1.8),
+    (dict(period=10.), dict(seconds=0.), 1.),   # it is hidden already
+    (dict(period=9., wait=0., seconds=2.), dict(seconds=0.), 1.)])
+def test_what_a_faster_pipeline_would_bring(more, change, expected):
+    assert batches_of(**more).gain(**change) == pytest.approx(expected)
 
 def test_what_ends_is_repeated():
     data = tf.data.Dataset.range(3)
@@ -50,7 +50,7 @@ def test_what_ends_is_repeated():
     assert [int(i) for _, i in zip(range(4), _repeat_if_finite(there))] == [0, 1, 2, 0]
 
 def test_batches_are_let_go():
-    "Beside the four that are ready and those under way, none stays; the calls keep what describes them."
+    "Beside the four that are ready, those under way, and two that the watch keeps for trials, none stays."
     made, alive = [], []
     class Batches:
         def __iter__(self):
@@ -62,47 +62,40 @@ def test_batches_are_let_go():
         result = step(batch)
         alive.append(sum(ref() is not None for ref in made))
         return result
-    m, resident, calls = measure_training(Batches(), watched, 24, .2)
-    assert len(made) > 12 and max(alive) <= 4 + 3   # resident; in hand, the one before, one of another shape
-    assert any(calls[0].args[0] is x for x in resident)   # the last step can be called again
+    seen, resident, _ = _watched(Batches(), watched, 24, .2, 9., None)
+    assert len(made) > 24 and max(alive) <= 4 + 3 + 2
+    assert len(seen.steps) >= 20 and {e.kind for e in seen.steps} == {'next'}
+    (call,) = page._compiled_calls(seen)
+    assert call.function is step and call.args[0].shape == (4, 8)
 
-def test_a_real_measurement_tells_the_parts_apart():
-    "A step that fetches two results, on batches of two shapes, and a pipeline that runs Python."
-    compiled = tf.function(lambda b: (tf.reduce_sum(b), tf.reduce_max(b)))
-    rows = tf.data.Dataset.range(40).map(lambda i: tf.numpy_function(np.float32, [i], tf.float32))
-    data = rows.map(lambda x: tf.ensure_shape(tf.fill([tf.cast(x, tf.int32) % 2 + 3, 4], x), [None, 4]))
-    step = lambda b: [x.numpy() for x in compiled(b)]
-    m, resident, calls = measure_training(data, step, batches=8, seconds=1.)
-    assert (m.shapes, m.syncs, m.traces, m.rebuilt, m.compiled, m.rows, m.batches) == (2, 2, 0, 1, True, 3, 8)
-    assert len(resident) == 4 and len(calls) == 1 and m.python > 0 and 0 < m.compute <= m.step
-
-# --- what the table of rules cannot say --------------------------------------------------------------------
+def test_the_wait_for_the_device_is_its_time():
+    "A step returns at once, as on a GPU; the loop waits for the one before the last, and fetches nothing."
+    device = emulated_step(lambda batch: .02)
+    data = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat()
+    seen, *_ = _watched(data, device, 12, .5, 9., None)
+    assert seen.part('graph') > .6 and not any(e.kind == 'fetch' for e in seen.events)
 
 def test_too_many_calls_are_tried_as_fewer(monkeypatch):
-    monkeypatch.setattr(page, 'cores', lambda: 3)
+    monkeypatch.setattr(input_rules, 'cores', lambda: 3)
     data = threads(24, tf.data.Dataset.range(4).map(lambda i: i + 1, num_parallel_calls=24))
-    found = page.find_oversubscription(Case(data, print, measured(), [], []))
-    assert '24 calls or threads at a time on 3 cores; with 3 a batch takes' in found.evidence
-    fixed, _ = found.apply(data, print)
+    cause, evidence, *_, apply = input_rules._too_many_calls(batches_of(dataset=data))
+    assert '24 calls or threads at a time on 3 cores; with 3 a batch takes' in evidence
+    fixed, _ = apply(data, print)
     assert list(fixed.as_numpy_iterator()) == [1, 2, 3, 4]
     assert _host_part(fixed)[0].options().threading.private_threadpool_size == 3
 
-def test_a_trial_ends_with_the_time_and_its_failure_is_no_finding(monkeypatch):
-    c, late = (Case((), lambda b: b, measured(compiled=False), ['batch'], []) for _ in range(2))
-    assert page._trial_seconds(c, lambda batch: 1 / 0, 'batch') is None and not c.unseen
-    late.deadline = -1.
-    assert page.find_uncompiled_step(late) is page.find_missing_xla(late) is None
-    assert late.unseen == ['fixes for which no time was left (raise `seconds`)']
-    def find_nothing(c): raise KeyError('first\nsecond')
-    assert page._ask(find_nothing, c) is None   # the other rules are asked
-    assert c.unseen == ["what find_nothing looks for: KeyError: 'first\\nsecond'"]
+def test_a_fix_that_fails_or_brings_nothing():
+    data, notes = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat(), []
+    step = tf.function(lambda b: tf.reduce_sum(b))
+    slow = tf.function(lambda b: tf_sleep(20_000, tf.reduce_sum(b)))
+    fails, same = finding('a', 2., lambda d, s: 1 / 0), finding('b', 2., lambda d, s: (d, slow))
+    assert page._try_fix(fails, data, step, 8, .1, notes) is fails and not notes
+    assert page._try_fix(same, data, step, 8, .1, notes) is None and notes[0].startswith('b: do b was tried')
 
 def test_what_a_gpu_would_wait_for_is_noted_once_for_each_function():
     step = tf.function(lambda x: tf.random.shuffle(tf.random.shuffle(x) @ x) @ x)
-    c = Case((), print, measured(), [], [called(step, tf.ones((3, 3)))] * 2)
-    page._note_for_a_gpu(c)
-    (note,) = c.notes
-    assert note.startswith('On a GPU, host operation: 2 x RandomShuffle at ') and 'test_diagnose.py:' in note
+    (note,) = page._on_a_gpu([called(step, tf.ones((3, 3)))] * 2)
+    assert note.startswith('on a GPU, host operation: 2 x RandomShuffle at ') and 'test_diagnose.py:' in note
 
 # --- changed graphs and pipelines --------------------------------------------------------------------------
 
@@ -121,7 +114,7 @@ def test_a_step_in_float32_computes_the_same_on_copies(compiled):
     x, more = tf.constant([[1., 2.]], tf.float64), tf.constant(2)
     call = called(step, x, more)
     before, counted = w.numpy(), count.numpy()
-    run = in_float32(call)
+    run = in_type(call, (tf.float64,))
     first, second = run(), run()
     assert np.array_equal(w.numpy(), before) and count.numpy() == counted   # those of the program stay
     now = step(x, more)
@@ -131,15 +124,18 @@ def test_a_step_in_float32_computes_the_same_on_copies(compiled):
 def test_what_is_no_variable_is_read_as_it_is():
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(['a'], tf.constant([3])), 0)
     step = tf.function(lambda x, name: x * 2 * tf.cast(table.lookup(name), tf.float64))
-    (found,) = in_float32(called(step, tf.constant([2.], tf.float64), tf.constant(['a'])))()
+    (found,) = in_type(called(step, tf.constant([2.], tf.float64), tf.constant(['a'])), (tf.float64,))()
     assert found.dtype == tf.float32 and found == 12.
 
 @pytest.mark.parametrize('kind', [tf.float16, tf.bfloat16])
 def test_half_precision_as_float32(kind):
     w = tf.Variable(tf.ones((2, 2)))
     half = tf.function(lambda x: tf.cast(x, kind) @ tf.cast(w, kind) * tf.constant(3, kind))
-    (run,) = in_float32(called(half, tf.ones((1, 2))), page.HALF)()
+    (run,) = in_type(called(half, tf.ones((1, 2))), (kind,))()
     assert run.dtype == tf.float32 and run.numpy().tolist() == [[6., 6.]]
+    single = called(tf.function(lambda x: x @ w), tf.ones((1, 2)))
+    (run,) = in_type(single, (tf.float32,), kind)()   # and the other way
+    assert run.dtype == kind and tf.cast(run, tf.float32).numpy().tolist() == [[2., 2.]]
 
 @pytest.mark.parametrize('make', [lambda i: {'x': tf.fill([3, 2], i)}, lambda i: (tf.fill([3, 2], i), i)])
 def test_larger_batches_hold_the_same_rows(make):
@@ -204,20 +200,30 @@ def test_a_fix_is_tried_on_what_earlier_ones_left():
 # --- whole trainings ---------------------------------------------------------------------------------------
 
 def test_a_diagnosis_in_text_and_json():
-    m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
-    one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .4}, {'input': 1.8}, 'Map', ['n'],
-                    ['u'], 1.26)
-    assert one.lines()[2:] == ['1. a: at most about 2.0 x as fast', '   why a.', '   Fix: do a.',
-                               'Note: n', 'Not seen: u.']
+    m = Measured(.018, .0181, .0100004, .008, .006, .018, .5, 4)
+    assert m.at_most == {'input': 1.8, 'host': 1., 'step': 2.25}
+    one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .4}, ['n'], 1.26)
+    assert one.lines()[2:] == ['1. a: at most about 2.0 x as fast', '   why a.', '   Fix: do a.', 'Note: n']
     said = json.loads(json.dumps(one.to_dict()))
-    assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
-    assert repr(Diagnosis([], m, 'input-bound', {}, {}, None, [], [], 1.)).endswith('\nNothing to fix.')
+    assert said['measured'] == vars(m) | {'ready': .01} and said['seconds'] == 1.3
+    assert repr(Diagnosis([], m, 'input-bound', {}, [], 1.)).endswith('\nNothing to fix.')
 
 def test_a_finite_dataset_of_python_batches_and_a_step_that_returns_nothing():
     batches = [np.ones((4, 2), 'f')] * 30
     verdict = diagnose(batches, lambda b: None, batches=8, seconds=1.)
-    assert verdict.bound and 'Python operations of the pipeline: its graph cannot be read' in verdict.unseen
+    assert verdict.bound and sum(verdict.shares.values()) == pytest.approx(1, abs=.01)
     with pytest.raises(UserError): diagnose(batches, lambda b: None, batches=7)
+
+def test_a_slow_step_is_named_at_its_line_and_its_fix_is_measured():
+    "Operations that Python starts one by one; as a graph they are several times as fast."
+    w = [tf.Variable(tf.ones((8, 8)) / 8) for _ in range(40)]
+    def step(x):
+        for v in w: x = tf.tanh(x @ v)
+        return tf.reduce_mean(x)
+    data = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat().prefetch(2)
+    found = diagnose(data, step, batches=8, seconds=4.)[0]
+    assert found.cause == 'step not compiled' and found.place.startswith('test_diagnose.py:')
+    assert found.measured and found.low > 1
 
 @pytest.mark.slow
 def test_data_that_never_comes_does_not_keep_the_process():

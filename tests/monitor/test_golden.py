@@ -18,13 +18,16 @@ from watched import calls, LINE, OTHER, passes, seen, threads
 
 from xtts_nb.bench import _Arm, Comparison
 from xtts_nb.config import setup_tf
-from xtts_nb.monitor import diagnose, graph_rules, input_rules, program, seen as trials
-from xtts_nb.monitor.loop import Call, Stage, stages
+from xtts_nb.monitor import graph_rules, input_rules, leave_out, program, seen as trials
+from xtts_nb.monitor.input_rules import _Batches
+from xtts_nb.monitor.leave_out import Call
+from xtts_nb.monitor.loop import Stage, stages
+from xtts_nb.monitor.seen import Finding
 from xtts_nb.monitor.watch import _Look, _PythonCall
 
 setup_tf(threads=2)
 TABLE = Path(__file__).with_name('golden.json')
-MODULES = diagnose, graph_rules, input_rules, program, trials
+MODULES = graph_rules, input_rules, program, trials, leave_out
 gc.freeze()   # each trial looks for variables among all objects; none is among what imports made
 
 # --- what the table names: pipelines and functions ---------------------------------------------------------
@@ -78,14 +81,12 @@ def traced(kind: str) -> list[Call]:
     @tf.function
     def step(x, rate): return x * tf.cast(rate, tf.float32)
     for given in TRACED[kind]: step(*given)
-    return [Call(step, given, {}, 0., False) for given in TRACED[kind]]
+    return [Call(step, given) for given in TRACED[kind]]
 
 @cache
 def compiled(name: str, jit: bool = False) -> Call:
     function, *args = STEPS[name]
-    return Call(tf.function(function, jit_compile=jit or None), tuple(args), {}, 0., False)
-
-BATCHES = {'same': [tf.ones((4, 8))] * 5}
+    return Call(tf.function(function, jit_compile=jit or None), tuple(args))
 
 # --- a line of the table -----------------------------------------------------------------------------------
 
@@ -100,24 +101,21 @@ def edges(patch, given: dict):
         for arm in arms.values(): arm()
         return Comparison([_Arm(name, [t]) for name, t in zip(arms, takes)], unit)
     edge = {'cores': lambda: given.get('cores', 3), '_seconds_of': timed, 'compare': compared,
-            'period': lambda some: given['trial'],
-            '_opening_seconds': lambda size: 1e-9 * given.get('opens', 1e9)}
+            '_opening_seconds': lambda size: 1e-9 * given.get('opens', 1e9),
+            '_read_seconds': lambda data: .01}
     for module in MODULES:
         for name in edge.keys() & vars(module).keys() - ({'compare'} if module is trials else set()):
             patch.setattr(module, name, edge[name])
     if given.get('gpu'): patch.setattr(tf.config, 'list_logical_devices', lambda kind: [kind])
 
-def training(given: dict) -> diagnose.Case:
+def batches(given: dict) -> _Batches:
     "A batch takes 30 ms, the step 10 ms, one beside the other."
-    m = diagnose.Measured(**dict(loop=.03, pipeline=.03, step=.01, compute=.01, first=1., batches=8, rows=4,
-                                 wait=.02) | given.get('m', {}))
     some = [(Stage(name, None, how[0], None, how[1:], given.get('elements', 16)), s)
             for kind, s in given.get('stages', []) for name, *how in [STAGES[kind]]]
-    batches = BATCHES.get(given.get('batches')) or [np.zeros(given.get('bytes', 1600), np.uint8)]
-    made = [c for kind in given.get('traced', []) for c in traced(kind)]
-    made += [compiled(name, given.get('jit', False)) for name in given.get('steps', [])]
-    data = PIPELINES[given['data']]() if 'data' in given else ()
-    return diagnose.Case(data, lambda x: x, m, batches, made, some, given.get('python', 0))
+    return _Batches(**dict(
+        dataset=PIPELINES[given['data']]() if 'data' in given else (), period=.03, wait=.02, step=.01,
+        busy=0., first=np.zeros(given.get('bytes', 1600), np.uint8), fill=0., times=[.03] * 30, seconds=.03,
+        stages=some) | given.get('m', {}))
 
 def program_of(given: dict):
     "The steady part of a program: ten seconds, looked at a hundred times."
@@ -178,6 +176,7 @@ def stage_in_double(given: dict) -> list[str]:
 
 def times_of_the_same_rows(given: dict) -> int: return graph_rules._epochs(program_of(given))
 
+ALONE = {rule.__name__ for rule in (*input_rules._MEASURED, input_rules._no_buffer)}   # of `_Batches`
 OTHERS = {f.__name__: f for f in (order_of_stages, stage_that_costs, stage_in_double, times_of_the_same_rows)}
 
 def line(f) -> str:
@@ -192,12 +191,10 @@ def found_in(rule: str, given: dict):
     with pytest.MonkeyPatch.context() as patch:
         edges(patch, given)
         if rule in OTHERS: return OTHERS[rule](given)
-        if hasattr(diagnose, rule):
-            case = training(given)
-            found = getattr(diagnose, rule)(case)
-            return ([line(found)] if found else []) + [f'note: {n}' for n in case.notes] + [
-                f'unseen: {u}' for u in case.unseen]
-        module = next(m for m in MODULES[1:] if hasattr(m, rule))
+        if rule in ALONE:
+            f = getattr(input_rules, rule)(batches(given))
+            return [line(Finding(*f[:5]))] if f else []
+        module = next(m for m in MODULES if hasattr(m, rule))
         return [line(f) for f in getattr(module, rule)(program_of(given))]
 
 def table() -> dict: return json.loads(TABLE.read_text(encoding='utf-8'))
@@ -209,9 +206,9 @@ def test_each_rule_finds_what_the_table_says(rule):
         assert found_in(rule, given) == case['found'], given
 
 def test_every_rule_is_in_the_table():
-    every = {*diagnose._INPUT_RULES, *diagnose._STEP_RULES, *program._PROGRAM_RULES}
+    every = {*input_rules._MEASURED, input_rules._no_buffer, *program._PROGRAM_RULES}
     apart = {   # third-party programs show these
-        'find_copy_bound', '_note_for_a_gpu', 'find_growth', 'find_added_operations', 'find_same_values',
+        'find_copy_bound', 'find_growth', 'find_added_operations', 'find_same_values',
         'find_copied_weights', 'find_slow_input', 'find_filled_again', 'find_on_host', 'find_in_graph'}
     assert {rule.__name__ for rule in every} - apart == table().keys() & {r.__name__ for r in every}
 

@@ -1,4 +1,4 @@
-"Loops that are measured: hooks, iterations, phases, pipelines taken apart; data and steps that fail."
+"Loops that are measured: iterations, phases, pipelines taken apart; data and steps that fail."
 import threading
 from concurrent.futures import Future
 
@@ -12,8 +12,8 @@ from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor import loop as page
 from xtts_nb.monitor.loop import (
     _batch_of_each_shape, _CALLS_INPUT, _dataset_graph, drain, first_batches, _host_part, _IntervalTimer,
-    _Iteration, _LARGE, max_parallel_calls, operations, _prefetch_on_device, python_operations,
-    run_iterations, stages, _StepEvents, SyncHooks, time_phases, with_parallel_calls)
+    max_parallel_calls, operations, _prefetch_on_device, python_operations,
+    period, run_iterations, stages, time_phases, with_parallel_calls)
 
 setup_tf(threads=2)
 
@@ -33,72 +33,18 @@ class AtOnce:
         done.set_result(work())
         return done
 
-# --- hooks -------------------------------------------------------------------------------------------------
-
-def test_the_calls_of_a_step_are_noted_with_their_time(clock):
-    "A function takes half a second while it is traced, and a quarter of one for its Python."
-    def body(x):
-        clock.sleep(.5)
-        return inner(x)
-    inner, outer = tf.function(lambda x: x * 2), tf.function(body, input_signature=[tf.TensorSpec([None])])
-    notes = []
-    with SyncHooks() as hooks:
-        inner(tf.ones(1))   # outside a step
-        for n in (2, 2, 3):
-            with hooks.step() as events: outer(tf.ones(n)), inner(tf.ones(n))
-            notes.append([(c.function is outer, c.seconds, c.traced, c.new) for c in events.calls])
-            assert [c.args[0].shape[0] for c in events.calls] == [n, n]
-    first, second = zip(*notes)
-    assert first == ((True, .5, True, True), (True, 0., False, False), (True, 0., False, True))
-    assert [s[3] for s in second] == [True, False, True] and not any(s[0] for s in second)
-
-def test_what_another_thread_or_tensorflow_itself_does_is_no_sync_of_the_step():
-    w = tf.Variable(tf.ones(3))
-    with SyncHooks() as hooks, hooks.step() as events:
-        other = threading.Thread(target=lambda: tf.ones(2).numpy())
-        other.start(), other.join()
-        with tf.GradientTape() as tape: loss = tf.reduce_mean(w**2)
-        tape.gradient(loss, w)
-    assert events.syncs == 0
-    with SyncHooks() as hooks:
-        with hooks.step() as events: float(loss), loss.numpy(), f'{loss:.2f}', bool(loss > 0)
-        loss.numpy(), tf.constant(np.ones(_LARGE, np.uint8))   # outside of the step
-    assert events.syncs == 4 and events.up == 0
-
-def test_large_pieces_are_copies_and_small_ones_are_syncs(clock):
-    "To fetch takes 1/4 s; the detour goes from the first large piece fetched to the last handed over."
-    large, small = np.ones(_LARGE, np.uint8), np.ones(_LARGE - 1, np.uint8)
-    with SyncHooks() as hooks:
-        fetch = hooks._original['fetch']
-        hooks._original['fetch'] = lambda tensor: (clock.sleep(.25), fetch(tensor))[1]
-        data, scalar = [tf.constant(large), tf.constant(small)], tf.constant(1.)
-        with hooks.step() as only_up: tf.constant(large), tf.constant(small), tf.constant(2.)
-        with hooks.step() as events:
-            data[1].numpy(), scalar.numpy(), data[0].numpy()
-            clock.sleep(1.)
-            tf.constant(large)
-    assert (only_up.up, only_up.down, only_up.detour, only_up.syncs) == (_LARGE, 0, 0., 0)
-    assert (events.up, events.down, events.detour) == (_LARGE, _LARGE, .25 + 1)
-    assert (events.syncs, events.sync) == (2, .5)
-
-def test_functions_are_restored_after_a_failure():
-    before = type(tf.function(lambda: 0)).__call__
-    with pytest.raises(ZeroDivisionError), SyncHooks() as hooks, hooks.step(): raise ZeroDivisionError
-    assert type(tf.function(lambda: 0)).__call__ is before and hooks.events is None
-
 # --- iterations --------------------------------------------------------------------------------------------
 
-def test_an_iteration_waits_for_the_step_before_the_last(clock, monkeypatch):
+def test_an_iteration_waits_for_the_step_before_the_last(clock):
     "A batch comes after 1/4 s, a step takes 1/2 s, and its result is there 1/8 s after it was asked for."
     results, waited = iter('abcd'), []
-    monkeypatch.setattr(page, 'wait_for', lambda result: (waited.append(result), clock.sleep(.125)))
-    batches = clock.each([.25] * 9, np.ones((3, 2)))
-    some = run_iterations(batches, lambda batch: (clock.sleep(.5), next(results))[1], at_most=4, seconds=99.)
+    times = run_iterations(
+        clock.each([.25] * 9, np.ones((3, 2))), lambda batch: (clock.sleep(.5), next(results))[1], at_most=4,
+        seconds=99., finish=lambda result: (waited.append(result), clock.sleep(.125)))
     assert waited == list('abcd')
     # the last one ends when nothing is left to do
-    expected = [(0., .75), (.75, 1.5), (1.5, 2.375), (2.375, 3.5)]
-    assert some == [_Iteration(100 + begun, .25, .5, 100 + ended, _StepEvents(), ((3, 2),))
-                    for begun, ended in expected]
+    assert times == [100., 100.75, 101.5, 102.375, 103.5] and period(times) == 1.
+    assert period(times[:1]) == 0.
 
 @pytest.mark.parametrize('seconds, at_least, there, count', [
     (0., 4, 9, 4), (1.5, 1, 9, 2), (1.6, 1, 9, 3), (99., 1, 9, 6), (99., 4, 3, 3), (99., 4, 0, 0)])
@@ -107,7 +53,7 @@ def test_iterations_end_with_their_time_their_number_or_the_data(clock, seconds,
     batches = clock.each([.25] * there, 1.)
     limits = dict(at_most=6, seconds=seconds, at_least=at_least)
     some = run_iterations(batches, lambda batch: clock.sleep(.5), **limits)
-    assert len(some) == count and sum(1 for _ in batches) == max(0, there - count)
+    assert len(some) - 1 == count and sum(1 for _ in batches) == max(0, there - count)
     batches = clock.each([.75] * there)
     assert drain(batches, 6, seconds, at_least) == [.75] * count
     assert sum(1 for _ in batches) == max(0, there - count)

@@ -12,9 +12,10 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import UserError
-from xtts_nb.monitor import seen as seen_page
+from xtts_nb.monitor import leave_out
+from xtts_nb.monitor.leave_out import _times_that_fit
 from xtts_nb.monitor.program import Diagnose, explain, watch_script
-from xtts_nb.monitor.seen import steady_part, _times_that_fit
+from xtts_nb.monitor.seen import steady_part
 from xtts_nb.monitor.watch import Watch
 
 STEPS = 'import tensorflow as tf\nf, x = tf.function(lambda x: x + 1), tf.zeros(9)\n'
@@ -139,5 +140,5 @@ def test_a_fit_reads_its_rows_in_the_same_order():
 
 def test_a_trial_takes_less_than_half_of_what_the_program_takes(monkeypatch):
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=2e9))
-    monkeypatch.setattr(seen_page.psutil, 'Process', lambda: process)
+    monkeypatch.setattr(leave_out.psutil, 'Process', lambda: process)
     assert [_times_that_fit(size, 64) for size in (0., 1e9 / 64, 1e8, 1e9, 9e9)] == [64, 64, 8, 1, 1]

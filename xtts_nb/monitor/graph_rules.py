@@ -9,10 +9,9 @@ __all__ = ['find_in_graph', 'find_on_host', 'find_fetches']
 import linecache
 import os
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import keras
@@ -20,27 +19,60 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import handle_data_util
 
-from ..bench import compare
-from .diagnose import (
-    Case, _changed, _done_without, find_float64, find_half_on_cpu, find_idle_tensor_cores, Finding, in_a_row,
-    Measured, _MIN_GAIN, ms, _without_changes, _without_devices)
-from .loop import _batch_rows, Call, covered_seconds, python_operations, stages
+from xtts_nb.monitor.leave_out import (
+    alive, Call, _done_without, in_type, _left, _seconds_of, tried, _without_changes,
+    _without_devices)
+from .loop import _batch_rows, covered_seconds, python_operations, stages
 from .preflight import _bodies, _graph_operations, preflight, _source_line
 from .seen import (
-    alive, _compiled_call, _datasets_of, finding, gain_without, _only_on_gpu, _seconds_of, _Seen, tried,
-    _variables_put_back, waiting)
+    _compiled_call, _datasets_of, finding, Finding, gain_without, _MIN_GAIN, _only_on_gpu, _Seen, waiting)
 from .watch import _is_compiled, _is_users, _Place
 
 # %% ../../nbs/monitor/graph_rules.ipynb #b0a10019
+@dataclass(frozen=True)
+class _Part:
+    "A cause inside a compiled step: how it is recognised, what the step is without it, and the fix."
+    cause: str
+    select: Callable       # (seen, call) -> `what` is left out, and words for the evidence; None: not there
+    evidence: str          # {share}: of the step; {rest}: what remains
+    fix: str
+    change: str
+    without: Callable = _done_without   # (call, what) -> the step without it
+    least: float = .2      # share of the time
+    is_fix: bool = False   # whether the step without it is the fixed one
+    as_graph: bool = True  # whether it is a changed graph
+
+    @property
+    def __name__(self) -> str: return self.cause   # for a note where it fails
+
+    def __call__(self, seen: _Seen, call: Call, computing: float) -> list[Finding]:
+        words = self.select(seen, call)
+        if not words: return []
+        what, left = words['what'], words.get('left')
+        if left is None: left = _left(call, partial(self.without, call, what), self.as_graph)
+        if left is None or computing * (1 - left) < self.least: return []
+        words |= {'share': f'{1 - left:.0%}', 'rest': f'{left:.0%}'}
+        return [finding(seen, self.cause, self.evidence.format(**words), self.fix.format(**words), computing,
+                        words.get('place') or seen.loop[1], self.change, left, self.is_fix)]
+
 def find_in_graph(seen: _Seen) -> list[Finding]:
     "What the graph of the compiled step shows."
     call = _compiled_call(seen)
     computing = seen.share('graph') if seen.loop and seen.loop[0] != 'fit' else 1 - waiting(seen)
     if call is None or computing < .3 or not hasattr(call.function, 'get_concrete_function'): return []
-    rules = (_row_loops, _linear_loops, _metrics, _python_inside, _dense_table, _one_hot, _full_softmax,
-             _pairs, _padding, _recurrent_dropout, _wide, _unrolled, _same_part, _several_devices,
-             _in_every_epoch, _weightless, _backward_again)
+    rules = *_PARTS, _python_inside, _recurrent_dropout
     return [f for rule in rules for f in seen.ask(rule, call, computing)]
+
+def _of_call(call: Call) -> list[tf.Operation]: return call.concrete.graph.get_operations()
+
+def _users_line(op: tf.Operation) -> _Place | None:
+    "The newest line of the program that made an operation."
+    frames = reversed(op.traceback or ())
+    return next((_Place(f.filename, f.lineno) for f in frames if _is_users(f.filename)), None)
+
+def _ops(some: list, **words) -> dict | None:
+    "For `_Part.select`: operations to leave out, at the line of the first one."
+    return {'what': some, 'place': _users_line(some[0])} | words if some else None
 
 # %% ../../nbs/monitor/graph_rules.ipynb #b0a1001a
 _LOOPS = 'While', 'StatelessWhile'
@@ -69,48 +101,19 @@ def _is_row_loop(op: tf.Operation) -> bool:
     return True
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b000a2
-def _left(
-    call: Call,
-    changed: Callable,        # makes the step without a part
-    as_graph: bool = True,    # whether that runs as a graph, and not as the function itself
-) -> float | None:
-    "The time of a step without a part, as a share of the step; None if the trial fails or rounds disagree."
-    itself = lambda: call.function(*call.args, **call.kwargs)
-    try:
-        with _variables_put_back() as possible:
-            if not possible: return None
-            # to call a function of many variables takes time of its own, which stays
-            same = _changed(call, call.concrete.graph.as_graph_def()) if as_graph else itself
-            arms = {'itself': itself, 'whole': same, 'without': changed()}
-            timed = compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 5, warmup=2).arms
-            saved = [(whole - without) / max(itself, whole)
-                     for itself, whole, without in zip(*(arm.times for arm in timed))]
-            usual = statistics.median(saved)
-            return None if min(saved) < .5 * usual else 1 - min(1., max(0., usual))
-    except Exception: return None   # a trial may fail in any way
-
-def _is_much(left: float | None, computing: float, least: float) -> bool:
-    "Whether a trial saves a share of the time from `least` on."
-    return left is not None and computing * (1 - left) >= least
-
-def _without_loops(call: Call, is_kind: Callable) -> tuple:   # the loops of a kind, what is left of the step
-    "Tried without them, and without those that TensorFlow made of them for the gradient."
-    loops = [op for op in call.concrete.graph.get_operations() if op.type in _LOOPS]
+def _loops(call: Call, is_kind: Callable) -> dict | None:
+    "The loops of a kind, and those that TensorFlow made of them for the gradient."
+    loops = [op for op in _of_call(call) if op.type in _LOOPS]
     some = [op for op in loops if is_kind(op)]
     gone = [op for op in loops if op in some or any(t.op in some for t in op.inputs)]
-    return some, _left(call, partial(_done_without, call, gone)) if some else None
+    return _ops(gone, place=_users_line(some[0]), name=some[0].name) if some else None
 
-def _row_loops(seen: _Seen, call: Call, computing: float) -> list[Finding]:
-    "Loops over the rows of a batch."
-    forward, left = _without_loops(call, _is_row_loop)
-    if not _is_much(left, computing, .1): return []
-    return [finding(
-        seen, 'a loop over rows inside the step',
-        f'the graph of the step has a loop ({forward[0].name}) that computes row by row, with several small '
-        f'operations for each; it takes {1 - left:.0%} of the step',
-        'compute all rows with one operation (broadcasting, tf.einsum; tf.vectorized_map instead of '
-        'tf.map_fn, where each of its operations has a vectorised form)',
-        computing, seen.loop[1], 'y = x ** 2   # instead of tf.map_fn', left)]
+_ROW_LOOP = _Part(
+    'a loop over rows inside the step', lambda seen, call: _loops(call, _is_row_loop),
+    'the graph of the step has a loop ({name}) that computes row by row, with several small operations for '
+    'each; it takes {share} of the step',
+    'compute all rows with one operation (broadcasting, tf.einsum; tf.vectorized_map instead of tf.map_fn, '
+    'where each of its operations has a vectorised form)', 'y = x ** 2   # instead of tf.map_fn', least=.1)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00032
 _FACTORS = 'Mul', 'MatMul', 'BatchMatMulV2', 'RealDiv'   # linear in one input
@@ -136,83 +139,79 @@ def _is_linear_loop(op: tf.Operation) -> bool:
         left += [t.op for t in inputs]
     return bool(known)
 
-def _linear_loops(seen: _Seen, call: Call, computing: float) -> list[Finding]:
-    "Loops over time steps whose turns are linear in what they carry: one product does them all."
-    some, left = _without_loops(call, lambda op: not _is_row_loop(op) and _is_linear_loop(op))
-    if not _is_much(left, computing, .2): return []
-    return [finding(
-        seen, 'a loop over time steps that is linear',
-        f'the graph of the step has a loop ({some[0].name}) that takes {1 - left:.0%} of the step; a turn '
-        'only adds to what it carries and multiplies it by what is known before',
-        'compute all time steps at once: tf.math.cumsum for a sum, one tf.matmul with the matrix of the '
-        'powers of the factor for a constant factor (long series in blocks), else '
-        'tfp.math.scan_associative; or once in the pipeline, where nothing of it is learned',
-        computing, _users_line(some[0]) or seen.loop[1],
-        'powers = factor ** (t[None] - t[:, None])   # t = tf.range(n); upper part, the rest is 0\n'
-        'sums = tf.matmul(tf.linalg.band_part(powers, 0, -1), x)   # instead of the loop from the end', left)]
+_LINEAR_LOOP = _Part(
+    'a loop over time steps that is linear',
+    lambda seen, call: _loops(call, lambda op: not _is_row_loop(op) and _is_linear_loop(op)),
+    'the graph of the step has a loop ({name}) that takes {share} of the step; an iteration only adds to '
+    'what it '
+    'carries and multiplies it by what is known before',
+    'compute all time steps at once: tf.math.cumsum for a sum, one tf.matmul with the matrix of the powers '
+    'of '
+    'the factor for a constant factor (long series in blocks), else tfp.math.scan_associative; or once in '
+    'the '
+    'pipeline, where nothing of it is learned',
+    'powers = factor ** (t[None] - t[:, None])   # t = tf.range(n); upper part, the rest is 0\n'
+    'sums = tf.matmul(tf.linalg.band_part(powers, 0, -1), x)   # instead of the loop from the end')
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00042
-def _metrics(seen: _Seen, call: Call, computing: float) -> list[Finding]:
-    "Metrics of Keras that take much of the step."
+def _metrics(seen: _Seen, call: Call) -> dict | None:
+    "What writes the variables of metrics of Keras."
     parts_last = sorted(alive(keras.metrics.Metric), key=lambda m: -len(m.variables))   # of a list of them
     owners = {id(v.value.handle): metric for metric in parts_last
               for v in metric.variables if hasattr(getattr(v, 'value', None), 'handle')}
-    made = call.concrete
-    inside = {id(t): owners[id(of)] for t, of in _held(made) if id(of) in owners}
-    writes = [op for op in made.graph.get_operations()
-              if op.type.startswith('Assign') and id(op.inputs[0]) in inside]
-    left = _left(call, partial(_without_changes, call, writes)) if writes else None
-    if not _is_much(left, computing, .15): return []
+    inside = {id(t): owners[id(of)] for t, of in _held(call.concrete) if id(of) in owners}
+    writes = [op for op in _of_call(call) if op.type.startswith('Assign') and id(op.inputs[0]) in inside]
     names = Counter(inside[id(op.inputs[0])].name for op in writes)
-    return [finding(
-        seen, 'metrics in each step',
-        f'the metrics ({", ".join(names)}) take {1 - left:.0%} of the step',
-        'compute them on the validation data alone, or from stored predictions after an epoch; AUC with '
-        'evenly spaced thresholds (num_thresholds=200) counts in buckets and compares nothing',
-        computing, seen.loop[1],
-        'model.compile(optimizer, loss)   # without metrics; model.evaluate after training', left, True)]
+    return {'what': writes, 'names': ', '.join(names)} if writes else None
+
+_METRICS = _Part(
+    'metrics in each step', _metrics, 'the metrics ({names}) take {share} of the step',
+    'compute them on the validation data alone, or from stored predictions after an epoch; AUC with evenly '
+    'spaced '
+    'thresholds (num_thresholds=200) counts in buckets and compares nothing',
+    'model.compile(optimizer, loss)   # without metrics; model.evaluate after training',
+    _without_changes, .15, True)
 
 _WIDE_CODE = 512   # columns of a one-hot code, from which on it is looked at
 
-def _one_hot(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _one_hot(seen: _Seen, call: Call) -> dict | None:
     "Products that only pick rows of a table."
     shapes = 'Reshape', 'Cast', 'Identity', 'Transpose', 'ExpandDims'
     def is_code(t): return (t := _origin(t, shapes)).op.type == 'OneHot' and (t.shape[-1] or 0) >= _WIDE_CODE
-    some = [op for op in call.concrete.graph.get_operations()
-            if 'MatMul' in op.type and any(map(is_code, op.inputs))]
-    left = _left(call, partial(_done_without, call, some)) if some else None
-    if not _is_much(left, computing, .2): return []
-    rows = max(t.shape[-1] or 0 for op in _graph_operations(call.concrete.graph) if op.type == 'OneHot'
-               for t in op.outputs)
-    return [finding(
-        seen, 'a product with one-hot codes',
-        f'the step multiplies one-hot codes of {rows:,} columns by a table, which only picks its rows; '
-        f'these products and their gradients take {1 - left:.0%} of the step',
-        'tf.gather or tf.nn.embedding_lookup (keras.layers.Embedding): the same rows, and a sparse gradient',
-        computing, _users_line(some[0]) or seen.loop[1], 'x = tf.gather(table, ids)', left)]
+    some = [op for op in _of_call(call) if 'MatMul' in op.type and any(map(is_code, op.inputs))]
+    rows = max((t.shape[-1] or 0 for op in _graph_operations(call.concrete.graph) if op.type == 'OneHot'
+                for t in op.outputs), default=0)
+    return _ops(some, rows=rows)
+
+_ONE_HOT = _Part(
+    'a product with one-hot codes', _one_hot,
+    'the step multiplies one-hot codes of {rows:,} columns by a table, which only picks its rows; these '
+    'products '
+    'and their gradients take {share} of the step',
+    'tf.gather or tf.nn.embedding_lookup (keras.layers.Embedding): the same rows, and a sparse gradient',
+    'x = tf.gather(table, ids)')
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00082
 _CLASSES = 10_000   # of a softmax, from which on it is looked at
 
-def _full_softmax(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _full_softmax(seen: _Seen, call: Call) -> dict | None:
     "A softmax over many classes, of which a row needs one."
-    every = [op for op in call.concrete.graph.get_operations() if op.outputs]
+    every = [op for op in _of_call(call) if op.outputs]
     losses = [op for op in every if op.type.endswith('SoftmaxCrossEntropyWithLogits')
               and (op.inputs[0].shape[-1] or 0) >= _CLASSES]
-    if not losses: return []
+    if not losses: return None
     classes = losses[0].inputs[0].shape[-1]
     some = [op for op in every if op.type not in _FREE[:4] and any(
         t.shape.rank and classes in t.shape.as_list() for t in op.outputs)]
-    left = _left(call, partial(_done_without, call, some))
-    if not _is_much(left, computing, .6): return []
-    return [finding(
-        seen, 'a softmax over all classes',
-        f'the step computes logits and gradients of {classes:,} classes for each row, which takes '
-        f'{1 - left:.0%} of it',
-        'tf.nn.sampled_softmax_loss compares each row with some hundred classes (this changes what is '
-        'learned: evaluate with the full softmax); or fewer classes',
-        computing, _users_line(losses[0]) or seen.loop[1],
-        'loss = tf.nn.sampled_softmax_loss(weights, biases, labels, inputs, 256, num_classes)', left)]
+    return _ops(some, place=_users_line(losses[0]), classes=classes)
+
+_SOFTMAX = _Part(
+    'a softmax over all classes', _full_softmax,
+    'the step computes logits and gradients of {classes:,} classes for each row, which takes {share} of it',
+    'tf.nn.sampled_softmax_loss compares each row with some hundred classes (this changes what is learned: '
+    'evaluate '
+    'with the full softmax); or fewer classes',
+    'loss = tf.nn.sampled_softmax_loss(weights, biases, labels, inputs, 256, num_classes)', least=.6)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a1
 def _meets_all(op: tf.Operation) -> bool:
@@ -228,47 +227,46 @@ def _squares(op: tf.Operation) -> list[tf.Tensor]:
     if op.type == 'SquaredDifference': return [*op.outputs]
     users = op.outputs[0].consumers()
     return [u.outputs[0] for u in users
-            if u.type == 'Square' or u.type == 'Mul' and u.inputs[0] is u.inputs[1]]
+            if u.type in ('Square', 'Pow') or u.type == 'Mul' and u.inputs[0] is u.inputs[1]]
 
-def _pairs(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _pairs(seen: _Seen, call: Call) -> dict | None:
     "Squared distances of all pairs, by all differences."
-    sums = 'Sum', 'Mean'
-    every = [op for op in call.concrete.graph.get_operations() if op.outputs]
+    sums, every = ('Sum', 'Mean'), [op for op in _of_call(call) if op.outputs]
     some = [op for op in every if _meets_all(op)
             and any(user.type in sums for t in _squares(op) for user in t.consumers())]
-    if not some: return []
     shapes = [op.outputs[0].shape.as_list() for op in some]
     reduced = [op for op in every if op.type in sums and op.inputs[0].shape.as_list() in shapes]
-    left = _left(call, partial(_done_without, call, reduced))
-    if not _is_much(left, computing, .2): return []
-    size = ' x '.join('?' if n is None else f'{n:,}' for n in max(shapes, key=len))
-    return [finding(
-        seen, 'differences of all pairs',
-        f'the step subtracts each row from each of others, {size} numbers, and sums their squares; that and '
-        f'its gradient take {1 - left:.0%} of it',
-        'a squared distance is |a|^2 + |b|^2 - 2ab: one product of matrices, and no large tensor (where '
-        'distances are tiny it is less exact: tf.maximum(d2, 0))',
-        computing, _users_line(some[0]) or seen.loop[1],
-        'lengths = lambda x: tf.reduce_sum(x * x, 1)\n'
-        'd2 = lengths(a)[:, None] - 2 * tf.matmul(a, b, transpose_b=True) + lengths(b)', left)]
+    size = ' x '.join('?' if n is None else f'{n:,}' for n in max(shapes, key=len, default=()))
+    return _ops(reduced, place=_users_line(some[0]), size=size) if some else None
+
+_PAIRS = _Part(
+    'differences of all pairs', _pairs,
+    'the step subtracts each row from each of others, {size} numbers, and sums their squares; that and its '
+    'gradient '
+    'take {share} of it',
+    'a squared distance is |a|^2 + |b|^2 - 2ab: one product of matrices, and no large tensor (where '
+    'distances are '
+    'tiny it is less exact: tf.maximum(d2, 0))',
+    'lengths = lambda x: tf.reduce_sum(x * x, 1)\n'
+    'd2 = lengths(a)[:, None] - 2 * tf.matmul(a, b, transpose_b=True) + lengths(b)')
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a2
 _CROSSINGS = 8   # of tensors from device to device, from which on it is looked at
 
-def _several_devices(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _several_devices(seen: _Seen, call: Call) -> dict | None:
     "A step whose tensors go from device to device."
     device = lambda op: op.device and tf.DeviceSpec.from_string(op.device).to_string().rpartition('/')[2]
-    over = [op for op in call.concrete.graph.get_operations()
+    over = [op for op in _of_call(call)
             if any(device(op) and device(t.op) and device(op) != device(t.op) for t in op.inputs)]
-    left = _left(call, partial(_without_devices, call)) if len(over) >= _CROSSINGS else None
-    if not _is_much(left, computing, .2): return []
     names = sorted({device(op) for op in over} | {device(t.op) for op in over for t in op.inputs} - {''})
-    return [finding(
-        seen, 'tensors go from device to device',
-        f'{len(over)} operations of the step wait for a tensor of another device ({", ".join(names)}), by '
-        f'tf.device; placed by TensorFlow itself, the step takes {left:.0%}',
-        'leave tf.device out, or give each device a large part whose result is sent once',
-        computing, _users_line(over[0]) or seen.loop[1], left=left, measured=True)]
+    return _ops(over, count=len(over), names=', '.join(names)) if len(over) >= _CROSSINGS else None
+
+_DEVICES = _Part(
+    'tensors go from device to device', _several_devices,
+    '{count} operations of the step wait for a tensor of another device ({names}), by tf.device; placed by '
+    'TensorFlow itself, the step takes {rest}',
+    'leave tf.device out, or give each device a large part whose result is sent once', '',
+    lambda call, over: _without_devices(call), is_fix=True)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00092
 _PADDED = .4   # of the columns, from which on padding is looked at
@@ -284,43 +282,52 @@ def _used(x) -> tuple[int, int] | None:   # first column with something in it, a
     before, behind = a.shape[1] - end(a[:, ::-1]), a.shape[1] - end(a)
     return (before, a.shape[1]) if before > behind else (0, a.shape[1] - behind)   # all may begin alike
 
-def _unlike_lengths(seen: _Seen, some: list[tf.Tensor], computing: float) -> list[Finding]:
+def _called_with(call: Call, given: tuple) -> Callable:   # given: (args, kwargs)
+    return partial(call.function, *given[0], **given[1])
+
+def _long_inputs(call: Call) -> list[tf.Tensor]:
+    return [x for x in tf.nest.flatten([list(call.args), call.kwargs])
+            if tf.is_tensor(x) and x.shape.rank in (2, 3) and x.shape[1] >= 16]
+
+def _used_columns(call: Call) -> tuple | None:   # length, first and last column with something in it
+    known = [(x.shape[1], *used) for x in _long_inputs(call) if (used := _used(x)) and used[1] > used[0]]
+    return max(known, default=None)
+
+def _padding(seen: _Seen, call: Call) -> dict | None:
+    "Sequences of which most is padding, in all rows of a batch."
+    length, first, end = _used_columns(call) or (1, 0, 1)
+    if 1 - (end - first) / length < _PADDED: return None
+    def cut(x): return x[:, first:end] if tf.is_tensor(x) and x.shape.rank and x.shape[1:2] == [length] else x
+    given = tf.nest.map_structure(cut, (list(call.args), call.kwargs))
+    return {'what': given, 'length': length, 'used': end - first}
+
+_PADDING = _Part(
+    'mostly padding', _padding,
+    'rows are padded to {length}, and in the last batch no row has more than {used}: the step computes the '
+    'rest too; '
+    'without it, it takes {rest}',
+    'pad each batch to the longest of its own rows, or to a few lengths (so that few shapes are compiled); '
+    'or take a '
+    'smaller maximum', 'dataset.padded_batch(size)   # or bucket_by_sequence_length(..., '
+                       'pad_to_bucket_boundary=True)',
+    _called_with, is_fix=True, as_graph=False)
+
+def _unlike_lengths(seen: _Seen, call: Call) -> dict | None:
     "A few long texts that pad all others of their batch."
-    texts = [x for x in some if x.shape.rank == 2 and x.dtype.is_integer]
-    if not texts: return []
+    texts = [x for x in _long_inputs(call) if x.shape.rank == 2 and x.dtype.is_integer]
+    if not texts or not _used_columns(call) or _padding(seen, call): return None
     ids = max(texts, key=lambda x: x.shape[1]).numpy()
     filled = ids[:, ::-1] != Counter(ids[:, -1].tolist()).most_common(1)[0][0]
     used = float(np.mean(np.where(filled.any(1), ids.shape[1] - filled.argmax(1), 0))) / ids.shape[1]
-    if not 0 < used < .4 or computing * (1 - used) < .2: return []
-    return [finding(
-        seen, 'mostly padding',
-        f'in the last batch rows are padded to {ids.shape[1]}, and hold {used * ids.shape[1]:.0f} on '
-        'average: a few long rows make all others as long',
-        'put rows of like length into a batch (bucket_by_sequence_length), or cut the few long ones',
-        computing, seen.loop[1],
-        'dataset.bucket_by_sequence_length(length_of, boundaries, batch_sizes)', used)]
+    if not 0 < used < .4: return None
+    return {'what': None, 'left': used, 'length': ids.shape[1], 'used': used * ids.shape[1]}
 
-def _padding(seen: _Seen, call: Call, computing: float) -> list[Finding]:
-    "Sequences of which most is padding, in all rows of a batch."
-    given = [list(call.args), call.kwargs]
-    long = [x for x in tf.nest.flatten(given)
-            if tf.is_tensor(x) and x.shape.rank in (2, 3) and x.shape[1] >= 16]
-    known = [(x.shape[1], used) for x in long if (used := _used(x)) and used[1] > used[0]]
-    if not known: return []
-    length, (first, end) = max(known, key=lambda k: k[0])
-    if 1 - (end - first) / length < _PADDED: return _unlike_lengths(seen, long, computing)
-    def cut(x): return x[:, first:end] if tf.is_tensor(x) and x.shape.rank and x.shape[1:2] == [length] else x
-    args, kwargs = tf.nest.map_structure(cut, given)
-    left = _left(call, lambda: partial(call.function, *args, **kwargs), False)
-    if not _is_much(left, computing, .2): return []
-    return [finding(
-        seen, 'mostly padding',
-        f'rows are padded to {length}, and in the last batch no row has more than {end - first}: the step '
-        f'computes the rest too; without it, it takes {left:.0%}',
-        'pad each batch to the longest of its own rows, or to a few lengths (so that few shapes are '
-        'compiled); or take a smaller maximum', computing, seen.loop[1],
-        'dataset.padded_batch(size)   # or bucket_by_sequence_length(..., pad_to_bucket_boundary=True)',
-        left, True)]
+_UNLIKE = _Part(
+    'mostly padding', _unlike_lengths,
+    'in the last batch rows are padded to {length}, and hold {used:.0f} on average: a few long rows make '
+    'all others '
+    'as long', 'put rows of like length into a batch (bucket_by_sequence_length), or cut the few long ones',
+    'dataset.bucket_by_sequence_length(length_of, boundaries, batch_sizes)')
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a00006
 def _recurrent_dropout(seen: _Seen, call: Call, computing: float) -> list[Finding]:
@@ -353,14 +360,40 @@ def _without_dropout(layer, rows: int) -> float:
         return _seconds_of(run)
     return seconds(0.) / seconds(layer.recurrent_dropout)
 
-def _wide(seen: _Seen, call: Call, computing: float) -> list[Finding]:
-    period = seen.seconds / max(1, len(seen.steps))
-    used = computing * period
-    m = Measured(loop=period, pipeline=0., step=used, compute=used, first=0., batches=24, rows=None)
-    case = Case(None, call.function, m, [], [call])
-    with _variables_put_back() as possible:
-        found = [rule(case) for rule in (find_float64, find_half_on_cpu, find_idle_tensor_cores) if possible]
-    return [replace(f, place=str(seen.loop[1]), line=seen.loop[1].text) for f in found if f]
+def _numbers(*kinds: tf.DType) -> Callable:
+    "For `_Part.select`: whether a step computes with numbers of these types."
+    def select(seen: _Seen, call: Call) -> dict | None:
+        has = lambda op: any(x.dtype in kinds for x in op.outputs)
+        some = [op for op in _graph_operations(call.concrete.graph) if has(op)]
+        on_gpu = bool(tf.config.list_logical_devices('GPU'))
+        if on_gpu != (kinds == (tf.float32,)) and kinds != (tf.float64,): return None
+        products = [op for op in some if 'MatMul' in op.type or op.type.startswith(('Conv', 'Einsum'))]
+        needed = products if kinds == (tf.float32,) else some
+        return {'what': kinds, 'products': len(products)} if needed else None
+    return select
+
+_DOUBLE = _Part(
+    'float64', _numbers(tf.float64),
+    'operations of the step compute in float64; with the same ones in float32 it takes {rest} of the time',
+    'compute in float32: x.astype("float32") where NumPy made the numbers, and variables and constants like '
+    'them', '',
+    in_type, .17, True, False)
+_HALF = _Part(
+    'half precision on a CPU', _numbers(tf.float16, tf.bfloat16),
+    'operations of the step compute in 16 bits, for which this CPU is slow; with the same ones in float32 '
+    'it takes '
+    '{rest} of the time',
+    'float32 where there is no GPU: mixed precision helps on a GPU (here the results change in their last '
+    'digits)',
+    'if tf.config.list_physical_devices("GPU"):\n'
+    '    keras.mixed_precision.set_global_policy("mixed_float16")', in_type, .17, True, False)
+_SINGLE = _Part(
+    'float32 on tensor cores', _numbers(tf.float32),
+    '{products} products of the step compute in float32; with every number in bfloat16 it takes {rest} of '
+    'the time',
+    'compute the products in bfloat16 (weights and their updates stay in float32)',
+    'keras.mixed_precision.set_global_policy("mixed_bfloat16")',
+    lambda call, kinds: in_type(call, kinds, tf.bfloat16), .17, False, False)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f012
 def _python_inside(seen: _Seen, call: Call, computing: float) -> list[Finding]:
@@ -369,7 +402,7 @@ def _python_inside(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     made = [op for op in _graph_operations(graph) if 'PyFunc' in op.type]
     busy = covered_seconds([(p.start, p.end) for p in seen.python]) / seen.seconds
     if not made or waiting(seen) > .5 * busy: return []
-    where = os.path.basename(_source_line(made[0])) or str(seen.loop[1])
+    where = os.path.basename(_source_line(made[0])) or str(seen.loop[1] or '')
     return [replace(finding(
         seen, 'Python inside the step',
         f'the compiled step calls Python (numpy_function or py_function), which runs {busy:.0%} of the time '
@@ -379,18 +412,21 @@ def _python_inside(seen: _Seen, call: Call, computing: float) -> list[Finding]:
 _LONG_TABLE = 10_000, 1_000_000   # rows, and numbers, from which on a table is looked at
 _DENSE = re.compile('Assign|ResourceApply')
 
+def _table_shape(op: tf.Operation) -> tuple | None:
+    "The shape of the variable that an operation reads or writes, if it is a long table."
+    if not op.inputs or op.inputs[0].dtype != tf.resource: return None
+    held = handle_data_util.get_resource_handle_data(op.inputs[0]).shape_and_type
+    shape = tf.TensorShape(held[0].shape) if held else tf.TensorShape(None)
+    if shape.rank != 2 or not shape.is_fully_defined(): return None
+    return tuple(shape) if shape[0] >= _LONG_TABLE[0] and shape.num_elements() >= _LONG_TABLE[1] else None
+
 def _tables(graph) -> dict[tuple, Counter]:
     "For the shape of each long table: the operations that touch it in a graph."
     found, depths, gathered = {}, set(), set()
     for op in _graph_operations(graph):
         if op.type == 'OneHot': depths.add(op.outputs[0].shape[-1])
         if op.type == 'GatherV2': gathered.add(tuple(op.inputs[0].shape) if op.inputs[0].shape.rank else ())
-        if not op.inputs or op.inputs[0].dtype != tf.resource: continue
-        held = handle_data_util.get_resource_handle_data(op.inputs[0]).shape_and_type
-        shape = tf.TensorShape(held[0].shape) if held else tf.TensorShape(None)
-        if shape.rank != 2 or not shape.is_fully_defined(): continue
-        if shape[0] >= _LONG_TABLE[0] and shape.num_elements() >= _LONG_TABLE[1]:
-            found.setdefault(tuple(shape), Counter())[op.type] += 1
+        if shape := _table_shape(op): found.setdefault(shape, Counter())[op.type] += 1
     return {shape: types + Counter(one_hot=shape[0] in depths, ResourceGather=shape in gathered)
             for shape, types in found.items()}
 
@@ -403,16 +439,10 @@ def _over_all_rows(graph, shape: tuple) -> list[tf.Operation]:
     return [op for op in _graph_operations(graph)
             if op.type not in _FREE and not _bodies(op) and has(op)]
 
-
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f0a2
 _UNROLLED = 16      # parts of a tensor, from which on a loop of Python over them is looked at
 _SMALL_OP = 2e-4    # s of an operation; what takes longer is not its start
 _SUMS = 'AddV2', 'Add', 'ConcatV2', 'Maximum', 'Minimum'   # one operation does it for all turns
-
-def _users_line(op: tf.Operation) -> _Place | None:
-    "The newest line of the program that made an operation."
-    frames = reversed(op.traceback or ())
-    return next((_Place(f.filename, f.lineno) for f in frames if _is_users(f.filename)), None)
 
 def _part_of(op: tf.Operation) -> tuple[_Place | None, str]:
     "The line of the program that made an operation, and the layer, where Keras made it."
@@ -449,25 +479,27 @@ def _turns(graph) -> tuple[list, int]:   # operations, one of each turn; how man
     return [], 0
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f0a3
-def _unrolled(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _unrolled(seen: _Seen, call: Call) -> dict | None:
     "A loop of Python in the step, that made small operations for each part of a tensor."
     graph = call.concrete.graph
     every = sum(bool(op.inputs) for op in _graph_operations(graph))
-    if every < 500: return []
+    if every < 500: return None
     turns, made = _turns(graph)
     its = min(every, 3 * made)   # gradients are twice as many, where they are not of these lines
-    share = computing * its / every
-    each = seen.seconds / max(1, len(seen.steps)) * share / max(1, its)
-    if share < .3 or each > _SMALL_OP: return []
+    if not its or seen.seconds / max(1, len(seen.steps)) / every > _SMALL_OP: return None
     place, layer = _part_of(turns[0])
-    return [finding(
-        seen, 'a loop over rows inside the step',
-        f'a loop of Python{layer and f" in {layer}"} made {made:,} of the {every:,} operations of the step, '
-        f'the same for each of {len(turns)} parts of a tensor; to start one takes longer than to compute it',
-        'compute all parts with one operation: leave the dimension in the tensor (tf.matmul, tf.einsum, '
-        'tf.image.extract_patches, broadcasting; Dense without TimeDistributed), and stack shifted views '
-        'where parts overlap',
-        share, place, "y = tf.einsum('btd,dk->btk', x, w)   # instead of one product for each t")]
+    return {'what': turns, 'left': 1 - its / every, 'place': place, 'layer': layer and f' in {layer}',
+            'made': made, 'every': every, 'count': len(turns)}
+
+_UNROLLED_LOOP = _Part(
+    'a loop over rows inside the step', _unrolled,
+    'a loop of Python{layer} made {made:,} of the {every:,} operations of the step, the same for each of '
+    '{count} parts '
+    'of a tensor; to start one takes longer than to compute it',
+    'compute all parts with one operation: leave the dimension in the tensor (tf.matmul, tf.einsum, '
+    'tf.image.extract_patches, broadcasting; Dense without TimeDistributed), and stack shifted views where '
+    'parts '
+    'overlap', "y = tf.einsum('btd,dk->btk', x, w)   # instead of one product for each t", least=.3)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00062
 def _fixed(graph, given: list[tf.Tensor]) -> list[tf.Operation]:
@@ -482,30 +514,25 @@ def _fixed(graph, given: list[tf.Tensor]) -> list[tf.Operation]:
     return [op for op in graph.get_operations() if op.outputs and op.outputs[0].ref() in some
             and op.type not in free and op.outputs[0].dtype.is_floating and is_last(op)]
 
-def _same_part(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _same_part(seen: _Seen, call: Call) -> dict | None:
     "A part of a function without updates that depends on what is the same in each call."
     place = next((p for (kind, p), last in seen.watch.last.items()
                   if kind == 'call' and last[0] is call.function), None)
     calls = sum(e.kind == 'call' and e.place == place for e in seen.watch.events)
     same = {i for i, n in seen.watch.same.get(place, {}).items() if n > .8 * calls}
-    graph = call.concrete.graph
-    if not same or len(same) == len(call.args) or any('Assign' in op.type for op in graph.get_operations()):
-        return []
-    if not all(map(tf.is_tensor, call.args)): return []
-    given = [call.concrete.inputs[i] for i in same]
-    held = call.concrete.inputs[len(call.args):]   # variables, which nothing here changes
-    some = _fixed(graph, [*given, *held])
-    left = _left(call, partial(_done_without, call, some)) if some else None
-    if not _is_much(left, computing, .2): return []
-    names = [call.concrete.inputs[i].op.name for i in sorted(same)]
-    name = getattr(call.function, '__name__', 'a function')
-    return [finding(
-        seen, 'the same part is computed in each call',
-        f'{name} gets the same {", ".join(names)} in call after call; what depends on it '
-        f'alone takes {1 - left:.0%} of the call',
-        'compute that part once, before the loop (such as an encoder, whose result does not change while '
-        'tokens are made), and give its result as an argument',
-        computing, place, 'memory = encode(source)   # before the loop over tokens', left)]
+    if not same or len(same) == len(call.args) or not all(map(tf.is_tensor, call.args)): return None
+    if any('Assign' in op.type for op in _of_call(call)): return None
+    inputs = call.concrete.inputs   # behind the arguments: variables, which nothing here changes
+    some = _fixed(call.concrete.graph, [*(inputs[i] for i in same), *inputs[len(call.args):]])
+    return _ops(some, place=place, names=', '.join(inputs[i].op.name for i in sorted(same)),
+                name=getattr(call.function, '__name__', 'a function'))
+
+_SAME_PART = _Part(
+    'the same part is computed in each call', _same_part,
+    '{name} gets the same {names} in call after call; what depends on it alone takes {share} of the call',
+    'compute that part once, before the loop (such as an encoder, whose result does not change while tokens '
+    'are made), '
+    'and give its result as an argument', 'memory = encode(source)   # before the loop over tokens')
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a3
 def _random_rows(dataset) -> bool:
@@ -542,82 +569,76 @@ def _parts_of_a_batch(seen: _Seen) -> int:
     if seen.loop[0] == 'fit': return 10**9
     return len(tf.nest.flatten(_datasets_of(seen, own=False)[-1].element_spec))
 
-def _in_every_epoch(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _in_every_epoch(seen: _Seen, call: Call) -> dict | None:
     "What depends on the rows alone, and on nothing that is learned: a frozen part, or a preparation."
-    made, graph = call.concrete, call.concrete.graph
-    if seen.loop[:1] not in (('fit',), ('next',)) or _epochs(seen) < 2: return []
+    made = call.concrete
+    if seen.loop[:1] not in (('fit',), ('next',)) or _epochs(seen) < 2: return None
     given = made.inputs[:len(made.inputs) - len(made.captured_inputs)]
-    if not _written(made) or len(given) > _parts_of_a_batch(seen): return []   # nothing is learned; noise
-    if any(l.within.rpartition('.')[2] in _ASSIGNS for l in seen.looks): return []   # perhaps of what is read
+    if not _written(made) or len(given) > _parts_of_a_batch(seen): return None   # nothing is learned; noise
+    # perhaps of what is read
+    if any(l.within.rpartition('.')[2] in _ASSIGNS for l in seen.looks): return None
     written = set().union(*map(_written, seen.watch.concrete_functions()), _written(made))
     kept = [t for t, of in _held(made) if id(of) not in written]
-    some = [op for op in _fixed(graph, [*given, *kept]) if op.type not in ('Cast', 'Reshape')]
-    left = _left(call, partial(_done_without, call, some)) if some else None
-    if not _is_much(left, computing, .25): return []
+    some = [op for op in _fixed(made.graph, [*given, *kept]) if op.type not in ('Cast', 'Reshape')]
+    if not some: return None
     heavy = max(some, key=lambda op: op.outputs[0].shape.num_elements() or 0)
-    return [finding(
-        seen, 'the same part is computed in every epoch',
-        f'{1 - left:.0%} of the step depends on its rows alone, and on nothing that is learned (a frozen '
-        f'part, or a preparation, up to {heavy.type}): it gives the same for each row in every epoch',
-        'compute it once: features = frozen.predict(x), or dataset.map(prepare).cache(), and train the rest '
-        'on that', computing, _users_line(heavy) or seen.loop[1],
-        'features = backbone.predict(x)   # once\nhead.fit(features, y)', left)]
+    return _ops(some, place=_users_line(heavy), heavy=heavy.type)
+
+_EVERY_EPOCH = _Part(
+    'the same part is computed in every epoch', _in_every_epoch,
+    '{share} of the step depends on its rows alone, and on nothing that is learned (a frozen part, or a '
+    'preparation, '
+    'up to {heavy}): it gives the same for each row in every epoch',
+    'compute it once: features = frozen.predict(x), or dataset.map(prepare).cache(), and train the rest on '
+    'that',
+    'features = backbone.predict(x)   # once\nhead.fit(features, y)', least=.25)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a4
-def _weightless(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _weightless(seen: _Seen, call: Call) -> dict | None:
     "Rows whose weight in the loss is 0."
     batch = call.args[0] if call.args else None
-    if seen.loop[:1] != ('fit',) or not isinstance(batch, (tuple, list)) or len(batch) != 3: return []
-    if not tf.is_tensor(batch[2]) or batch[2].shape.rank not in (1, 2): return []
+    if seen.loop[:1] != ('fit',) or not isinstance(batch, (tuple, list)) or len(batch) != 3: return None
+    if not tf.is_tensor(batch[2]) or batch[2].shape.rank not in (1, 2): return None
     counts = np.reshape(batch[2].numpy() != 0, (batch[2].shape[0], -1)).any(1)
-    if not 0 < counts.mean() < .7: return []
+    if not 0 < counts.mean() < .7: return None
     used = tf.nest.map_structure(lambda x: tf.boolean_mask(x, counts), tuple(batch))
-    left = _left(call, lambda: partial(call.function, used, **call.kwargs), False)
-    if not _is_much(left, computing, .2): return []
-    return [finding(
-        seen, 'rows without weight',
-        f'{1 - counts.mean():.0%} of the rows of the last batch have a weight of 0, and are computed all the '
-        f'same; without them the step takes {left:.0%}',
-        'leave out rows whose weight is 0 before they are batched (the mean of the loss is then over fewer '
-        'rows: scale the other weights if it has to stay)',
-        computing, seen.loop[1], 'keep = weights > 0\nmodel.fit(x[keep], y[keep], '
-        'sample_weight=weights[keep])', left, True)]
+    return {'what': ((used,), call.kwargs), 'none': 1 - counts.mean()}
+
+_WEIGHTLESS = _Part(
+    'rows without weight', _weightless,
+    '{none:.0%} of the rows of the last batch have a weight of 0, and are computed all the same; without '
+    'them the step '
+    'takes {rest}',
+    'leave out rows whose weight is 0 before they are batched (the mean of the loss is then over fewer '
+    'rows: scale the '
+    'other weights if it has to stay)',
+    'keep = weights > 0\nmodel.fit(x[keep], y[keep], sample_weight=weights[keep])',
+    _called_with, is_fix=True, as_graph=False)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a5
 _WAYS = 4   # backward passes through the same layers; a penalty on gradients needs up to three
 _LAYERS = 'MatMul', 'Conv'   # parts of the names of operations that are worth most
 
-def _backward_again(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _backward_again(seen: _Seen, call: Call) -> dict | None:
     "One backward pass through the network for each of several losses."
-    every = [op for op in call.concrete.graph.get_operations() if any(p in op.type for p in _LAYERS)]
+    every = [op for op in _of_call(call) if any(p in op.type for p in _LAYERS)]
     forward, users = Counter(), {}
     for op in every:
         for t in op.inputs:
             if 'gradient_tape' not in op.name: forward[t.ref()] += 1   # several, where layers share a weight
             elif t.ref() in forward: users.setdefault(t.ref(), []).append(op)
     times = [len(ops) / forward[t] for t, ops in users.items()]
-    if not times or np.median(times) < _WAYS: return []
+    if not times or np.median(times) < _WAYS: return None
     extra = {op for t, ops in users.items() for op in ops[forward[t]:]}
-    left = _left(call, partial(_done_without, call, [*extra]))
-    if not _is_much(left, computing, .25): return []
-    return [finding(
-        seen, 'several backward passes through the network',
-        f'the step computes gradients {np.median(times):.0f} times through the same layers, one loss at a '
-        f'time; all but one of them take {1 - left:.0%} of it',
-        'add the losses up, and ask the tape once: the gradient of a sum is the sum of the gradients',
-        computing, _users_line(max(extra, key=lambda op: op._id)) or seen.loop[1],
-        'gradients = tape.gradient(tf.add_n(losses), variables)', left)]
+    return _ops([*extra], place=_users_line(max(extra, key=lambda op: op._id)), times=np.median(times))
 
-# %% ../../nbs/monitor/graph_rules.ipynb #d0a0f013
-def _over_table(shape: tuple) -> float:
-    "The time in which an operation goes once over a table."
-    mean, gradient = tf.Variable(tf.zeros(shape)), tf.ones(shape)
-    return _seconds_of(lambda: mean.assign_add((gradient - mean) * .1)) / 3
-
-def _one_hot_product(shape: tuple, rows: int = 32) -> float:
-    "The time of a product that picks `rows` rows of a table."
-    table, ids = tf.zeros(shape), tf.zeros(rows, tf.int32)
-    return _seconds_of(lambda: tf.one_hot(ids, shape[0]) @ table)
+_BACKWARD = _Part(
+    'several backward passes through the network', _backward_again,
+    'the step computes gradients {times:.0f} times through the same layers, one loss at a time; all but one '
+    'of them '
+    'take {share} of it',
+    'add the losses up, and ask the tape once: the gradient of a sum is the sum of the gradients',
+    'gradients = tape.gradient(tf.add_n(losses), variables)', least=.25)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f113
 _OVER_ALL_ROWS = {   # operation: what it is a sign of, and what to write instead
@@ -628,34 +649,45 @@ _OVER_ALL_ROWS = {   # operation: what it is a sign of, and what to write instea
     'UnsortedSegmentSum': ('a sparse gradient that was made dense',
                            'leave out tf.convert_to_tensor, clipping, and a loss of the whole table')}
 
-def _dense_table(seen: _Seen, call: Call, computing: float) -> list[Finding]:
+def _dense_table(seen: _Seen, call: Call) -> dict | None:
     "A long table of which a step reads few rows, and changes all."
     graph = call.concrete.graph
-    period = seen.seconds / max(1, len(seen.steps))
     for shape, types in _tables(graph).items():
-        dense = sum(n for op, n in types.items() if _DENSE.match(op))
-        if not dense or not (types['ResourceGather'] or types['one_hot']): continue
-        one, passes = _over_table(shape), _over_all_rows(graph, shape)
-        # XLA fuses what leads to an update
-        count = dense if _is_compiled(call.function) else max(dense, len(passes))
-        product = 2 * _one_hot_product(shape) if types['one_hot'] else 0.   # and its gradient
-        share = min(.98, (count * one + product) / period) * computing
-        signs = {op.type: op for op in passes} | ({'OneHot': None} if types['one_hot'] else {})
+        if not (types['ResourceGather'] or types['one_hot']): continue
+        writes = [op for op in _of_call(call) if _DENSE.match(op.type) and _table_shape(op) == shape]
+        if not writes: continue
+        signs = {op.type: op for op in _over_all_rows(graph, shape)} | (
+            {'OneHot': None} if types['one_hot'] else {})
         known = [sign for sign in _OVER_ALL_ROWS if sign in signs]
         if len(known) > 1: known = [sign for sign in known if sign != 'UnsortedSegmentSum']   # it follows
         reasons, fixes = ('; '.join(words) for words in zip(*(_OVER_ALL_ROWS[sign] for sign in known))) \
             if known else ('its optimizer', 'keep the gradient sparse')
-        decay = _source_line(signs['L2Loss']) if 'L2Loss' in signs else ''
-        found = finding(
-            seen, 'dense gradient of a long table',
-            f'a step reads few of the {shape[0]:,} rows of a table, but {count} operations go over all rows '
-            f'({shape[0]:,} x {shape[1]}, about {ms(one)} each, of the {ms(period)} of a step): {reasons}',
-            f'change only the rows that were read: {fixes}. Another optimizer or decay changes what is '
-            'learned. Or a smaller table (hash the ids)',
-            share, seen.loop[1], 'tf.nn.l2_loss(rows)   # instead of the table' if decay else
-            'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD')
-        return [replace(found, place=os.path.basename(decay), line='') if decay else found]
-    return []
+        decay = _users_line(signs['L2Loss']) if 'L2Loss' in signs else None
+        return {'what': writes, 'place': decay, 'rows': shape[0], 'columns': shape[1], 'reasons': reasons,
+                'fixes': fixes, 'count': len(writes)}
+
+_DENSE_TABLE = _Part(
+    'dense gradient of a long table', _dense_table,
+    'a step reads few of the {rows:,} rows of a table ({rows:,} x {columns}), and writes all of them: '
+    '{reasons}; without '
+    'that it takes {rest}',
+    'change only the rows that were read: {fixes}. Another optimizer or decay changes what is learned. Or a '
+    'smaller '
+    'table (hash the ids)',
+    'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD', _without_changes, .17)
+
+def _without_xla(seen: _Seen, call: Call) -> dict | None:
+    names = (f.attr['_XlaMustCompile'].b for f in call.concrete.graph.as_graph_def().library.function)
+    return None if _is_compiled(call.function) or any(names) else {'what': None}
+
+_NO_XLA = _Part(
+    'no XLA', _without_xla, 'under XLA the compiled function takes {rest} of its time', 'jit_compile=True',
+    '@tf.function(jit_compile=True)',
+    lambda call, _: replace(call, function=tf.function(call.function.python_function, jit_compile=True)),
+    .17, True, False)   # to compile may take minutes: tried by `diagnose` alone
+
+_PARTS = (_ROW_LOOP, _LINEAR_LOOP, _METRICS, _DENSE_TABLE, _ONE_HOT, _SOFTMAX, _PAIRS, _PADDING, _UNLIKE,
+          _DOUBLE, _HALF, _SINGLE, _UNROLLED_LOOP, _SAME_PART, _DEVICES, _EVERY_EPOCH, _WEIGHTLESS, _BACKWARD)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f014
 _HIDES = re.compile(r"[^#]*CUDA_VISIBLE_DEVICES['\"]\]?\s*[,=]\s*['\"](-1)?['\"]")
@@ -692,7 +724,7 @@ def find_on_host(seen: _Seen) -> list[Finding]:
                              'operations run on the CPU', 'leave it out: TensorFlow finds the GPU', place)]
     put = Counter(e.place for e in seen.watch.events
                   if e.kind == 'variable' and 'CPU' in e.device.upper() and (e.rows or 0) >= 1000
-                  and _names_cpu(e.place.file))
+                  and e.place and _names_cpu(e.place.file))
     if put:
         place, count = put.most_common(1)[0]
         return [_only_on_gpu('variables on the CPU', f'{count} variables are made inside '
@@ -725,9 +757,10 @@ def find_fetches(seen: _Seen) -> list[Finding]:
     if not any(e.kind == 'call' for e in seen.events): return []
     fetched = Counter(e.place for e in seen.events if e.kind == 'fetch').most_common(1)
     place, count = fetched[0] if fetched else (None, 0)
-    if place is None or count < .9 * steps or seen.seconds / steps > _SHORT_STEP: return []
+    if place is None or count < .9 * steps: return []
     share, call = seen.share('fetch'), _compiled_call(seen)
-    alone = tried(lambda: call.function(*call.args, **call.kwargs)) if call else None
+    alone = tried(call) if call else None
+    if alone is None and seen.seconds / steps > _SHORT_STEP: return []
     if alone is not None: share = min(share, max(0., 1 - alone * steps / seen.seconds))   # it computes anyway
     about = (f'the line reads a value of the step in each iteration ({count} times in {steps} steps: '
              'float, numpy, print): a host sync, for which the host waits until the device is done')
@@ -735,6 +768,6 @@ def find_fetches(seen: _Seen) -> list[Finding]:
               'keras.metrics.Mean inside the step')
     change = 'if step % 100 == 0: print(float(loss))'
     if gain_without(share) < _MIN_GAIN:
+        if seen.seconds / steps > _SHORT_STEP: return []
         return [_only_on_gpu('host sync per step', about, fix, place, change)]
     return [finding(seen, 'host sync per step', about, fix, share, place, change)]
-

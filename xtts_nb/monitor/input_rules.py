@@ -4,30 +4,32 @@
 
 # %% auto #0
 __all__ = ['ROWS', 'MEDIA', 'find_python_input', 'find_few_threads', 'works', 'find_tiny_steps', 'find_small_evaluation',
-           'find_slow_input', 'find_validation', 'find_filled_again', 'find_ended_passes', 'find_new_iterators']
+           'find_slow_input', 'find_copy_bound', 'find_validation', 'find_filled_again', 'find_ended_passes',
+           'find_new_iterators']
 
 # %% ../../nbs/monitor/input_rules.ipynb #e2c00003
 import math
 import re
 import statistics
+import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 
+import numpy as np
 import tensorflow as tf
 
 from ..config import cores
-from .diagnose import (
-    Case, find_input_bound, find_missing_prefetch, find_oversubscription, find_single_threaded_map,
-    find_slow_disk, find_small_files, Finding, Measured, _MIN_GAIN, ms, _repeat_if_finite)
-from .loop import (
-    _batch_rows, covered_seconds, drain, _host_part, python_operations, stage_seconds, stages,
-    steady_mean, variation)
+from .leave_out import _result_bytes, _seconds_of, _times_that_fit, tried, _variables_put_back
+from xtts_nb.monitor.loop import (
+    _batch_rows, _change_host_part, covered_seconds, drain, find_cycle, _host_part, max_parallel_calls,
+    _prefetch_on_device, python_operations, stage_seconds, stages, steady_mean, variation,
+    with_parallel_calls)
 from .preflight import _graph_operations
 from .seen import (
-    _calls_with_rows, _compiled_call, _datasets_of, finding, _result_bytes, _seconds_of, _Seen,
-    _times_that_fit, tried, _variables_put_back, waiting)
+    _calls_with_rows, _compiled_call, _datasets_of, finding, Finding, _MIN_GAIN, ms, _Seen, waiting)
 from .watch import _is_users, _Passes, _Place
 
 # %% ../../nbs/monitor/input_rules.ipynb #b0a10011
@@ -63,7 +65,8 @@ def find_python_input(seen: _Seen) -> list[Finding]:
     period = seen.seconds / max(1, len(seen.steps))
     after = _alone_seconds(seen, period) / period
     what = ('a Python generator makes rows or batches' if generator else
-            'a Python function in the pipeline (numpy_function, py_function) runs')
+            'CRITICAL: tf.numpy_function found in data pipeline! A Python function (numpy_function, '
+            'py_function) runs')
     return [finding(
         seen, 'Python makes the batches',
         f'{what} {busy:.0%} of the time and the step waits for it {waits:.0%}; it holds the lock '
@@ -349,6 +352,137 @@ def _again(seen: _Seen, some: list, passes: int) -> bool:
     rows = some[at - 1].dataset.cardinality().numpy() if at else 0
     return passes > 1 or 0 < rows < len(seen.steps) * (some[at - 1].elements or 0)
 
+# %% ../../nbs/monitor/input_rules.ipynb #e2c000b1
+@dataclass
+class _Batches:
+    "The pipeline of a loop, read once more; seconds of a batch."
+    dataset: object            # repeated, if it ends
+    period: float              # of an iteration of the program
+    wait: float                # for a batch, in it
+    step: float                # of an iteration that waits for nothing
+    first: object              # a batch
+    fill: float                # until it was there
+    times: list[float]         # of each later batch
+    busy: float                # cores that were busy meanwhile
+    seconds: float             # of a batch
+    stages: list               # of `stage_seconds`
+
+    @property
+    def added(self) -> list[tuple]:   # [(stage, s that it adds)]
+        before = [0., *(s for _, s in self.stages)]
+        return [(stage, min(self.seconds, now - max(before[:i + 1])))
+                for i, (stage, now) in enumerate(self.stages)]
+
+    @property
+    def slowest(self) -> tuple:   # (stage, s that it adds), or (None, 0)
+        return max(self.added, key=lambda pair: pair[1], default=(None, 0.))
+
+    def gain(self, seconds: float | None = None, overlap: float | None = None) -> float:
+        "Of an iteration, at most, with another time of a batch, or another share hidden behind the step."
+        least, waits = min(self.seconds, self.step), self.step + self.wait
+        hidden = self.seconds + self.step - min(self.period, waits)
+        now = min(1., max(0., hidden / least)) if least > 0 else 1.
+        whole = lambda s, o: max(1e-9, s + self.step - o * min(s, self.step))
+        then = self.seconds if seconds is None else max(0., seconds)
+        return whole(self.seconds, now) / whole(then, now if overlap is None else overlap)
+
+def _repeat_if_finite(dataset):
+    "The dataset, repeated if it is known to end."
+    endless = not isinstance(dataset, tf.data.Dataset) or _host_part(dataset)[0].cardinality().numpy() < 0
+    return dataset if endless else _change_host_part(dataset, lambda host: host.repeat())
+
+# %% ../../nbs/monitor/input_rules.ipynb #e2c000b4
+@cache
+def _opening_seconds(size: int) -> float:
+    "The time to open and read a file of `size` bytes that was read before."
+    with tempfile.TemporaryDirectory() as folder:
+        path = f'{folder}/x'
+        Path(path).write_bytes(bytes(size))
+        def once():
+            start = time.perf_counter()
+            tf.io.read_file(path)
+            return time.perf_counter() - start
+        return statistics.median(once() for _ in range(20))
+
+_SMALL_FILE = 100_000   # bytes; opening a smaller file takes longer than reading it
+
+def _read_seconds(dataset) -> float: return steady_mean(drain(iter(dataset), 24, 4.))
+
+def _too_many_calls(b: _Batches) -> tuple | None:
+    calls, n = max_parallel_calls(b.dataset), cores()
+    fewer = lambda dataset: with_parallel_calls(_own_threads(dataset, n), n, above=n)
+    if calls < 8 * n or (calm := fewer(b.dataset)) is None: return None
+    seconds = min(_read_seconds(calm) for _ in range(2))
+    return ('oversubscription', f'{calls} calls or threads at a time on {n} cores; with {n} a batch takes '
+                                f'{ms(seconds)} '
+            f'instead of {ms(b.seconds)}', f'num_parallel_calls={n}, and no larger private thread pool',
+            b.gain(seconds), True, lambda d, s: (fewer(d), s))
+
+def _own_threads(dataset, at_most: int):
+    "The dataset with at most `at_most` threads of its own."
+    if not isinstance(dataset, tf.data.Dataset): return dataset
+    if (_host_part(dataset)[0].options().threading.private_threadpool_size or 0) <= at_most: return dataset
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = at_most
+    return _change_host_part(dataset, lambda host: host.with_options(options))
+
+def _one_call(b: _Batches) -> tuple | None:
+    (stage, jump), waits = b.slowest, b.busy < .5
+    if b.seconds < b.step: return None   # fast enough on average: at most it lacks a buffer
+    if not stage or stage.name not in ('Map', 'ParallelMap') or (stage.calls or 1) != 1: return None
+    if (stage.reads and waits) or b.gain(b.seconds - jump) < _MIN_GAIN: return None
+    calls = min(16, 4 * cores()) if waits else cores()
+    faster = with_parallel_calls(b.dataset, calls)
+    seconds = _read_seconds(faster) if faster else b.seconds - jump
+    change = (lambda d, s: (with_parallel_calls(d, calls).prefetch(2), s)) if faster else None
+    return (_SERIAL.cause, f'stage {stage.name} {"waits" if waits else "computes"} {ms(jump)} of the '
+                           f'{ms(b.seconds)} that '
+            'a batch takes, one call after the other', f'num_parallel_calls={calls}',
+            b.gain(min(seconds, b.seconds), 1.), bool(faster), change)
+
+def _slow_disk(b: _Batches) -> tuple | None:
+    stage, jump = b.slowest
+    if not stage or not stage.reads or b.busy >= .5 or b.seconds < b.step: return None
+    computing = b.busy * b.seconds / cores()   # what remains, however the files are read
+    return ('slow disk', f'stage {stage.name} reads files and waits {ms(jump)} of the {ms(b.seconds)} that '
+                         'a batch takes; '
+            f'the pipeline keeps {b.busy:.1f} cores busy',
+            'copy the files to a local disk, read several at once (interleave, num_parallel_calls), or '
+            'cache() what was '
+            'read', b.gain(max(b.seconds - jump, computing)))
+
+def _small_files(b: _Batches) -> tuple | None:
+    stage, jump = next(((s, added) for s, added in b.added if 'ReadFile' in s.operations), (None, 0.))
+    if not stage or b.busy < .5 or b.seconds < b.step: return None
+    n = stage.elements
+    size = sum(np.asarray(x).nbytes for x in tf.nest.flatten(b.first)) / n
+    if size > _SMALL_FILE: return None
+    jump = min(jump, n * _opening_seconds(round(size)))   # what it computes of a file is not the opening
+    return ('many small files', f'stage {stage.name} opens {n} files of about {size / 1e3:.1f} kB for a '
+                                'batch, '
+            f'{1e6 * jump / n:.0f} us each, {ms(jump)} of {ms(b.seconds)}',
+            'pack them into a few TFRecord files, or cache() what was read', b.gain(b.seconds - jump))
+
+_MEASURED = _too_many_calls, _one_call, _slow_disk, _small_files
+
+def _no_buffer(b: _Batches) -> tuple | None:
+    last = [s for s in stages(b.dataset) if s.name not in ('Options', 'Repeat', 'Take', 'Skip')][-1:]
+    uneven = variation(b.times[2:])
+    cycle, correlation = find_cycle(b.times[2:])
+    late = b.seconds * (1 + 2 * uneven)   # a batch that comes late
+    bursts = uneven > .5 and late > max(b.step, 1e-3)   # threads wake no more evenly
+    if not bursts and last and last[0].buffer: return None   # buffered and even: something else makes it wait
+    depth = max(4, 2 * cycle) if bursts else 2
+    seen = f'pipeline {ms(b.seconds)} and step {ms(b.step)} take {ms(b.period)} together'
+    if bursts:
+        repeats = f', repeating every {cycle} batches (correlation {correlation})' if cycle else ''
+        pattern = ' - Cyclic pattern identified!' if cycle else ''
+        seen = f'HIGH VARIATION DETECTED{pattern} Batch times vary by {uneven:.0%}{repeats}; {seen}'
+    return ('oscillation' if bursts else 'no prefetch', seen, f'prefetch({depth}) as the last stage on the '
+                                                              'host',
+            b.gain(overlap=1.), False,
+            lambda d, s: (_change_host_part(d, lambda host: host.prefetch(depth)), s))
+
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0f115
 def _filled(seen: _Seen, some: list, passes: int, fill: float, times: list) -> Finding | None:
     "Where shuffle fills its buffer before each pass, and no cache does it."
@@ -394,20 +528,32 @@ def _read(dataset) -> tuple:   # its first batch, the seconds that took, those o
     batches, first, seconds = _begin(dataset)
     return first, seconds, drain(batches, 24, 5.)
 
+def _read_again(seen: _Seen, dataset) -> _Batches:
+    dataset, period, waits = _repeat_if_finite(dataset), seen.seconds / len(seen.steps), waiting(seen)
+    start, used = time.perf_counter(), time.process_time()
+    first, fill, times = _read(dataset)
+    busy = (time.process_time() - used) / (time.perf_counter() - start)
+    step = _alone_seconds(seen, period)
+    if seen.loop[0] != 'fit': step += _next_seconds(first)   # within `fit` the graph asks
+    return _Batches(dataset, period, waits * period, step, first, fill, times, busy,
+                    max(steady_mean(times), .5 * waits * period), stage_seconds(dataset, 6.))
+
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0000a
 def _alone_seconds(seen: _Seen, period: float) -> float:
     "The time of an iteration that waits for no batch, and shares the cores with no pipeline."
+    if seen.ready: return seen.ready
     rest = period * (1 - waiting(seen))
     try:
         call = _compiled_call(seen)
         with _variables_put_back() as possible:
             if not possible: return rest
-            alone = _seconds_of(lambda: call.function(*call.args, **call.kwargs))
+            alone = _seconds_of(call)
     except Exception: return rest   # a trial may fail in any way
-    return min(rest, alone + max(0., rest - (call.seconds or period * seen.share('graph'))))
+    within = seen.watch.fits[-1].step_seconds if seen.loop[0] == 'fit' and seen.watch.fits else 0.
+    return min(rest, alone + max(0., rest - (within or period * seen.share('graph'))))
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0f023
-_NO_CAUSE = 1.3   # gain from which on a pipeline is called slow though no rule says why
+_NO_CAUSE = 1.3   # gain from which on a pipeline is called slow though no cause is known
 
 def find_slow_input(seen: _Seen) -> list[Finding]:
     "A pipeline of TensorFlow operations for which the step waits."
@@ -415,46 +561,65 @@ def find_slow_input(seen: _Seen) -> list[Finding]:
     if waits < .12 or not seen.steps or seen.loop[0] not in ('next', 'fit', 'call'): return []
     made = _datasets_of(seen)
     if not made or python_operations(made[-1]): return []   # reading it again would call the program's Python
-    dataset, period = _repeat_if_finite(made[-1]), seen.seconds / len(seen.steps)
-    start, used = time.perf_counter(), time.process_time()
-    resident, fill, times = _read(dataset)
-    busy = (time.process_time() - used) / (time.perf_counter() - start)
-    step = _alone_seconds(seen, period)
-    if seen.loop[0] != 'fit': step += _next_seconds(resident)   # within `fit` the graph asks
-    m = Measured(loop=period, pipeline=max(steady_mean(times), .5 * waits * period), step=step, compute=step,
-                 first=0., batches=24, rows=_batch_rows(resident), wait=waits * period, busy=busy,
-                 variation=variation(times[2:]))
-    case = Case(dataset, None, m, [resident], [], python=0)
-    case.stages = stage_seconds(dataset, 6.)
-    stage, added = case.slowest_stage
-    out = [f for rule in (find_oversubscription, find_single_threaded_map, find_slow_disk, find_small_files)
-           if (f := rule(case)) and f.gain >= _MIN_GAIN]
-    (passes, whole), some = _passes(seen, made), stages(dataset)
-    order = _order(stages(made[-1]), passes, whole)   # without the repeat() that was added here
-    again = added > .3 * period and _again(seen, some, passes)
-    mine = seen.watch.fits[-1].epochs if seen.loop[0] == 'fit' and seen.watch.fits else passes
-    filled = _filled(seen, some, mine, fill, times)   # of other fits `find_filled_again` knows
-    form = _worse(order, stage and _shape(some, stage, added, m.pipeline, again))
-    others = [f for f in out if f.cause != _SERIAL.cause]
-    if form and (order or not out or form in _PLAIN or form is _EVERY_EPOCH and not others):
-        # files that are opened too are not the cause; one core may be, whatever it computes
-        if form in _PLAIN: out = [f for f in out if form is _CROPPED and f.cause == _SERIAL.cause]
-        after = 0. if form is order else m.pipeline - added
-        out.insert(0, finding(
-            seen, form.cause,
-            f'the step waits {waits:.0%} of the time for its batch; stage {stage.name}{_of(stage)} takes '
-            f'{ms(added)} of the {ms(m.pipeline)} that a batch takes',
-            form.fix, 1., seen.loop[1], form.change, min(1., max(step, after) / period)))
-        # what fills the buffer may cost more, in the later batches too
-        if filled and out[0].gain > filled.gain: filled = None
-    if filled: return [filled]
-    if stage: out += _in_double(seen, stage, waits, min(1., added / m.pipeline))
-    missing = None if out else find_missing_prefetch(case)
-    if missing: out.append(missing)
-    where = {'place': str(seen.loop[1]), 'line': seen.loop[1].text} if seen.loop[1] else {}
-    # without a cause a small gain does not help
-    rest = [f for f in [find_input_bound(case)] if f.gain >= _NO_CAUSE]
-    return [f if f.place else replace(f, **where) for f in out or rest]
+    b = _read_again(seen, made[-1])
+    place, (stage, added) = seen.loop[1], b.slowest
+    at = {'place': str(place), 'line': place.text} if place else {}
+    def measured(rules) -> list[Finding]:
+        found = [Finding(*f[:5], apply=f[5] if f[5:] else None, **at) for rule in rules if (f := rule(b))]
+        return [f for f in found if f.gain >= _MIN_GAIN]
+    out, by_form = measured(_MEASURED), False
+    if form := _form_of(seen, made, b):
+        others = [f for f in out if f.cause != _SERIAL.cause]
+        form, by_order = form
+        if by_order or not out or form in _PLAIN or form is _EVERY_EPOCH and not others:
+            # files that are opened too are not the cause; one core may be, whatever it computes
+            if form in _PLAIN: out = [f for f in out if form is _CROPPED and f.cause == _SERIAL.cause]
+            after, by_form = (0. if by_order else b.seconds - added), True
+            out.insert(0, finding(
+                seen, form.cause,
+                f'the step waits {waits:.0%} of the time for its batch; stage {stage.name}{_of(stage)} takes '
+                f'{ms(added)} of the {ms(b.seconds)} that a batch takes',
+                form.fix, 1., place, form.change, min(1., max(b.step, after) / b.period)))
+    mine = seen.watch.fits[-1].epochs if seen.loop[0] == 'fit' and seen.watch.fits else _passes(seen, made)[0]
+    filled = _filled(seen, stages(b.dataset), mine, b.fill, b.times)   # of other fits: `find_filled_again`
+    # what fills the buffer may cost more, in the later batches too
+    if filled and not (by_form and out[0].gain > filled.gain): return [filled]
+    if stage: out += _in_double(seen, stage, waits, min(1., added / b.seconds))
+    out = [f for f in out if f.gain >= _MIN_GAIN]
+    buffer = measured([_no_buffer])
+    out = buffer + out if b.seconds < b.step else out + buffer   # fast enough on average, or not
+    if out: return out
+    where = f'; stage {stage.name} takes {ms(added)} of it' if stage else ''
+    rest = Finding('input-bound', f'a batch takes {ms(b.seconds)}, a step {ms(b.step)}{where}',
+                   'prepare once and read from a cache, or give the pipeline more cores', b.gain(0.), **at)
+    return [rest] if rest.gain >= _NO_CAUSE else []   # without a cause a small gain does not help
+
+def _form_of(seen: _Seen, made: list, b: _Batches) -> tuple | None:   # whether the order alone shows it
+    "What is wrong with the order of the stages, or with the slowest of them."
+    stage, added = b.slowest
+    if not stage: return None
+    passes, whole = _passes(seen, made)
+    some, order = stages(b.dataset), _order(stages(made[-1]), passes, whole)   # without our own repeat()
+    again = added > .3 * b.period and _again(seen, some, passes)
+    form = _worse(order, _shape(some, stage, added, b.seconds, again))
+    return form and (form, form is order)
+
+def find_copy_bound(seen: _Seen) -> list[Finding]:
+    "Batches that are copied to the GPU inside of the step."
+    gpus, made = tf.config.list_logical_devices('GPU'), _datasets_of(seen)
+    if not gpus or not made or not seen.steps: return []
+    if python_operations(made[-1]) or _host_part(made[-1])[1]: return []
+    first, *_ = _begin(made[-1])[1:]
+    large = [x for x in tf.nest.flatten(first) if isinstance(x, tf.Tensor) and x.dtype != tf.string]
+    def copy():
+        with tf.device(gpus[0].name): return [tf.identity(x) for x in large]
+    seconds, period = _seconds_of(copy), seen.seconds / len(seen.steps)
+    return [finding(
+        seen, 'copy-bound', f'batches are on the host; their copy takes {ms(seconds)} of the {ms(period)} '
+                            'of an '
+        'iteration', "prefetch_to_device('/GPU:0', 2) as the last stage", min(.99, seconds / period),
+        seen.loop[1],
+        apply=lambda d, s: (_change_host_part(d, lambda host: _prefetch_on_device(host, '/GPU:0', 2)), s))]
 
 # %% ../../nbs/monitor/input_rules.ipynb #e1b00002
 def find_validation(seen: _Seen) -> list[Finding]:

@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = ['TF_FUNCTION', 'StepTimer', 'operations', 'python_operations', 'Stage', 'stages', 'drain', 'steady_mean',
-           'stage_seconds', 'tf_sleep', 'with_parallel_calls', 'max_parallel_calls', 'emulated_step', 'Call',
-           'SyncHooks', 'run_iterations', 'period', 'variation', 'find_cycle', 'covered_seconds', 'first_batches',
-           'first_step', 'time_phases', 'FitPhases']
+           'stage_seconds', 'tf_sleep', 'with_parallel_calls', 'max_parallel_calls', 'emulated_step', 'run_iterations',
+           'period', 'variation', 'find_cycle', 'covered_seconds', 'first_batches', 'first_step', 'time_phases',
+           'FitPhases']
 
 # %% ../../nbs/monitor/loop.ipynb #b09f9b60
-import os
 import re
-import sys
 import threading
 import time
 from collections import deque
@@ -19,7 +17,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pkgutil import resolve_name
 
 import keras
 import numpy as np
@@ -290,173 +287,14 @@ def emulated_step(
     graph = tf.function(lambda batch, *rest: tf_sleep(1e6 * seconds(batch), work(batch, *rest)))
     return graph if blocking else _in_background(graph)
 
-# %% ../../nbs/monitor/loop.ipynb #ae64f731
-TF_FUNCTION = type(tf.function(lambda: None))
-_TENSORFLOW = os.path.dirname(tf.__file__) + os.sep
-_LARGE = 2**16   # bytes; a smaller array is a number, not data
-
-@dataclass
-class Call:
-    "One call of a compiled function from a step."
-    function: object
-    args: tuple
-    kwargs: dict
-    seconds: float
-    traced: bool
-    new: bool = False   # whether its function had not been called with arguments of these shapes before
-
-    @property
-    def concrete(self):
-        "The function as it is traced for these arguments."
-        return self.function.get_concrete_function(*self.args, **self.kwargs)
-
-    def forget(self):
-        "Keep what describes its arguments, and let their values go: they hold a batch."
-        self.args, self.kwargs = tf.nest.map_structure(_described, (self.args, self.kwargs))
-
-def _described(x): return tf.type_spec_from_value(x) if tf.is_tensor(x) and not hasattr(x, 'assign') else x
-
-@dataclass
-class _StepEvents:
-    "What one step did, in seconds and bytes."
-    calls: list[Call] = field(default_factory=list)
-    syncs: int = 0            # results that the host fetched
-    sync: float = 0.          # s that it waited for them
-    down: int = 0             # bytes fetched in large arrays
-    up: int = 0               # bytes sent in large arrays
-    detour: float = 0.        # s from the first large array fetched to the last one sent
-
-    @property
-    def traced(self) -> list[Call]: return [c for c in self.calls if c.traced]
-
-# %% ../../nbs/monitor/loop.ipynb #ae64f733
-_HOOKED = {   # method of `SyncHooks`: what it counts; owner and name of the function that it replaces
-    'call': ('calls of compiled functions', TF_FUNCTION, '__call__'),
-    'fetch': ('host syncs', 'tensorflow.python.framework.ops:_EagerTensorBase', '_numpy'),
-    'convert': ('copies to the device', 'tensorflow.python.framework.constant_op', 'convert_to_eager_tensor'),
-    'run_python': ('Python in the pipeline', 'tensorflow.python.ops.script_ops:FuncRegistry', '__call__')}
-
-def _hooked_functions() -> dict:   # {method: (owner, name, function)}
-    "Those functions of `_HOOKED` that this version of TensorFlow has."
-    found = {}
-    for method, (_, owner, name) in _HOOKED.items():
-        try:
-            owner = resolve_name(owner) if isinstance(owner, str) else owner
-            found[method] = owner, name, getattr(owner, name)
-        except (ImportError, AttributeError): continue
-    return found
-
-def _missing_hooks() -> list[str]:
-    "What cannot be counted, because this version of TensorFlow lacks a function of `_HOOKED`."
-    found = _hooked_functions()
-    return [f'{what}: TensorFlow {tf.__version__} has no {owner}.{name}'
-            for method, (what, owner, name) in _HOOKED.items() if method not in found]
-
 # %% ../../nbs/monitor/loop.ipynb #5ba0c1d7
+TF_FUNCTION = type(tf.function(lambda: None))
+
 def _shapes_of(batch) -> tuple:
     "The shapes of the tensors in a nested structure, in order."
     return tuple(tuple(x.shape) for x in tf.nest.flatten(batch) if hasattr(x, 'shape'))
 
-def _function(method):   # a class binds only functions to its instances
-    return lambda first, /, *args, **kwargs: method(first, args, kwargs)
-
-class SyncHooks:
-    "Records what a step does: `with hooks: ...; with hooks.step() as events: step(batch)`."
-    def __init__(self):
-        self.events, self.thread, self._nested = None, None, False
-        self._before = _StepEvents()   # of the last step
-        self.python = []       # (start, end) of each Python function of the pipeline
-        self._called = set()   # (id of a function, shapes of its arguments)
-
-    def __enter__(self):
-        self._patched = _hooked_functions()
-        self._original = {method: function for method, (_, _, function) in self._patched.items()}
-        for method, (owner, name, _) in self._patched.items():
-            setattr(owner, name, _function(getattr(self, method)))
-        return self
-
-    def __exit__(self, *error):
-        for owner, name, function in self._patched.values(): setattr(owner, name, function)
-
-    @contextmanager
-    def step(self):
-        events = self.events = _StepEvents()
-        self.thread, self._left = threading.get_ident(), None
-        try: yield events
-        finally:
-            self.events, before, self._before = None, self._before, events
-            for call in before.calls: call.forget()
-
-    @property
-    def active(self) -> bool:
-        "Whether the watched thread is inside a step, and not inside a compiled function."
-        return self.events is not None and not self._nested and threading.get_ident() == self.thread
-
-# %% ../../nbs/monitor/loop.ipynb #819c7288
-@patch
-def call(self: SyncHooks, function, args: tuple, kwargs: dict):
-    "Call a compiled function."
-    original = self._original['call']
-    if not self.active: return original(function, *args, **kwargs)
-    events, before = self.events, function.experimental_get_tracing_count()
-    start, self._nested = time.perf_counter(), True
-    try: return original(function, *args, **kwargs)
-    finally:
-        self._nested, seconds = False, time.perf_counter() - start
-        traced = function.experimental_get_tracing_count() > before
-        key = id(function), _shapes_of((args, kwargs))
-        events.calls.append(Call(function, args, kwargs, seconds, traced, key not in self._called))
-        self._called.add(key)
-
-@patch
-def run_python(self: SyncHooks, registry, args: tuple, kwargs: dict):
-    "Run a Python function of the pipeline."
-    start = time.perf_counter()
-    try: return self._original['run_python'](registry, *args, **kwargs)
-    finally: self.python.append((start, time.perf_counter()))
-
-# %% ../../nbs/monitor/loop.ipynb #819c7290
-def _from_tensorflow(frame) -> bool:
-    "Whether TensorFlow itself fetches a tensor, and not a `numpy()` or `float()` of the step."
-    here = 'xtts_nb/monitor/loop.py', 'framework/ops.py'
-    while frame and frame.f_code.co_filename.endswith(here): frame = frame.f_back
-    return bool(frame) and frame.f_code.co_filename.startswith(_TENSORFLOW)
-
-@patch
-def fetch(self: SyncHooks, tensor, args: tuple, kwargs: dict):
-    "Fetch a tensor to the host."
-    if not self.active or _from_tensorflow(sys._getframe(1)): return self._original['fetch'](tensor)
-    start = time.perf_counter()
-    value = self._original['fetch'](tensor)
-    size = getattr(value, 'nbytes', 0)
-    if size < _LARGE:
-        self.events.syncs += 1
-        self.events.sync += time.perf_counter() - start
-    else:
-        self.events.down += size
-        self._left = self._left or start
-    return value
-
-@patch
-def convert(self: SyncHooks, value, args: tuple, kwargs: dict):
-    "Convert a value to a tensor."
-    tensor = self._original['convert'](value, *args, **kwargs)
-    if self.active and isinstance(value, np.ndarray) and value.nbytes >= _LARGE:
-        self.events.up += value.nbytes
-        if self._left: self.events.detour = time.perf_counter() - self._left
-    return tensor
-
 # %% ../../nbs/monitor/loop.ipynb #319c34d2
-@dataclass
-class _Iteration:
-    "One iteration of a training loop, in seconds of the host."
-    begun: float        # on the clock of `time.perf_counter`
-    wait: float         # for the batch
-    call: float         # of the step
-    ended: float
-    events: _StepEvents
-    shapes: tuple       # of the batch
-
 def _batch_rows(batch) -> int | None:
     "How many rows a batch holds: the length of its first array; None if it has none."
     shapes = (getattr(x, 'shape', ()) for x in tf.nest.flatten(batch))
@@ -468,31 +306,25 @@ def run_iterations(
     step: Callable,          # of one batch
     at_most: int,
     seconds: float,          # in all, about
-    hooks: SyncHooks | None = None,
     at_least: int = 4,
-) -> list[_Iteration]:
-    "Train and record each iteration; ends early if the batches end."
-    out, in_flight, hooks, start = [], deque(), hooks or SyncHooks(), time.perf_counter()
-    while len(out) < at_most and (len(out) < at_least or time.perf_counter() - start < seconds):
-        begun = time.perf_counter()
+    finish: Callable = wait_for,   # gets the results of a step, and waits for them
+) -> list[float]:            # the start of each iteration and the end of the last one, by `time.perf_counter`
+    "Train with two steps in flight; ends early if the batches end."
+    times, in_flight = [time.perf_counter()], deque()
+    while len(times) <= at_most and (len(times) <= at_least or time.perf_counter() - times[0] < seconds):
         try: batch = next(batches)
         except StopIteration: break
-        got = time.perf_counter()
-        with hooks.step() as events:
-            result = step(batch)
-            called = time.perf_counter()
-        in_flight.append(result)
-        if len(in_flight) > 2: wait_for(in_flight.popleft())
-        out.append(_Iteration(begun, got - begun, called - got, time.perf_counter(), events,
-                              _shapes_of(batch)))
-    for result in in_flight: wait_for(result)
-    if out: out[-1].ended = time.perf_counter()
-    return out
+        in_flight.append(step(batch))
+        if len(in_flight) > 2: finish(in_flight.popleft())
+        times.append(time.perf_counter())
+    for result in in_flight: finish(result)
+    if len(times) > 1: times[-1] = time.perf_counter()
+    return times
 
-def period(some: list[_Iteration], warm: int = 2) -> float:   # s
-    "Wall time of an iteration, without the first ones."
-    warm = min(warm, len(some) // 2)
-    return (some[-1].ended - some[warm].begun) / (len(some) - warm)
+def period(times: list[float], warm: int = 2) -> float:   # s
+    "Wall time of an iteration, without the first ones; of what `run_iterations` returns."
+    warm = min(warm, (len(times) - 1) // 2)
+    return (times[-1] - times[warm]) / max(1, len(times) - 1 - warm)
 
 # %% ../../nbs/monitor/loop.ipynb #aa345b6b
 def variation(seconds) -> float:
@@ -516,20 +348,6 @@ def find_cycle(
     return lag, round(min(1., value), 2)
 
 # %% ../../nbs/monitor/loop.ipynb #2fec8e9d
-def _compute_seconds(calls: list[Call], at_most: int = 5, seconds: float = 2.) -> float | None:
-    "Time of the compiled functions of one step, with nothing between them; None if a step calls none."
-    if not calls: return None
-    def once():
-        for c in calls: result = c.function(*c.args, **c.kwargs)
-        return result
-    wait_for(once())
-    begun, bursts = time.perf_counter(), []
-    while len(bursts) < 2 or (len(bursts) < at_most and time.perf_counter() - begun < seconds):
-        start = time.perf_counter()
-        wait_for([once() for _ in range(3)][-1])   # three in a row: the device does not wait for the host
-        bursts.append((time.perf_counter() - start) / 3)
-    return min(bursts)
-
 def covered_seconds(spans) -> float:   # s
     "Time in which at least one of the (start, end) spans ran."
     total, until = 0., -float('inf')

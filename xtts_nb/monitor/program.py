@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ROW_BY_ROW', 'MANY', 'FEW_LOOKS', 'MOMENT', 'find_eager_rows', 'find_single_rows', 'find_made_in_loop',
-           'find_pipelines', 'find_traces', 'find_compiled_again', 'find_eager', 'find_copied_weights',
-           'find_converted', 'find_same_values', 'find_beside', 'find_own_python', 'find_growth',
+           'find_pipelines', 'changed_arguments', 'find_traces', 'find_compiled_again', 'find_eager',
+           'find_copied_weights', 'find_converted', 'find_same_values', 'find_beside', 'find_own_python', 'find_growth',
            'find_added_operations', 'explain', 'Diagnose', 'watch_script']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
@@ -14,6 +14,7 @@ import inspect
 import linecache
 import math
 import os
+import re
 import runpy
 import signal
 import statistics
@@ -33,16 +34,16 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import UserError
-from .diagnose import (
-    changed_arguments, _FEW_SHAPES, Finding, _MIN_GAIN, ms, _python_argument, _ranked)
 from .graph_rules import find_fetches, find_in_graph, find_on_host, _SHORT_STEP
 from .input_rules import (
-    find_ended_passes, find_few_threads, find_filled_again, find_new_iterators, find_python_input,
-    find_slow_input, find_small_evaluation, find_tiny_steps, find_validation)
+    find_copy_bound, find_ended_passes, find_few_threads, find_filled_again, find_new_iterators,
+    find_python_input, find_slow_input, find_small_evaluation, find_tiny_steps, find_validation)
+from .leave_out import (
+    _free_memory, _seconds_of, _size_of, _times_that_fit, tried, _variables, _variables_put_back)
 from .loop import _chain, FitPhases, python_operations, stages
-from .seen import (
-    again, _calls_with_rows, _datasets_of, finding, _free_memory, _seconds_of, _Seen, _size_of, steady_part,
-    _steps_of_fit, _times_that_fit, tried, _variables, _variables_put_back, waiting)
+from xtts_nb.monitor.seen import (
+    again, _calls_with_rows, _datasets_of, finding, Finding, _MIN_GAIN, ms, _Seen, steady_part, _steps_of_fit,
+    waiting)
 from .watch import (
     Event, _is_compiled, _Passes, _Place, _place_of, _shapes, Watch)
 
@@ -211,7 +212,44 @@ def find_pipelines(seen: _Seen) -> list[Finding]:
 
 def _name(function) -> str: return getattr(function, '__name__', 'a function')
 
+# %% ../../nbs/monitor/program.ipynb #acedbf0a
+def changed_arguments(function) -> dict[str, list[str]]:   # name -> its values, where there are several
+    "What differed between the traces of a compiled function."
+    seen, signatures = {}, function.pretty_printed_concrete_signatures()
+    for name, value in re.findall(r'^  (\w+) \(\w+\): (.*)$', signatures, re.M):
+        if value not in seen.setdefault(name, []): seen[name].append(value)
+    return {name: values for name, values in seen.items() if len(values) > 1}
+def _is_python(values: list[str]) -> bool: return any('Literal' in v or 'Weakref' in v for v in values)
+
+def _changed_structure(changed: dict[str, list[str]]) -> tuple | None:   # what it is, fix, its code
+    "The first argument that is a dict of other keys, or a list of another length, at each trace."
+    for name, values in changed.items():
+        keys = [*dict.fromkeys(', '.join(re.findall(r"\['?(\w+)'?, ", value)) for value in values)]
+        if len(keys) > 1:
+            return (f'its argument {name} is a dict whose keys change: {"; ".join(keys[:3])}; ...',
+                    f'give {name} all its keys in each call, with a mask for what is missing',
+                    f'step(x, {{key: {name}.get(key, nothing) for key in every_key}})')
+        counts = [*dict.fromkeys(value.count('Spec(') for value in values)]
+        if len(counts) > 1:
+            shown = ', '.join(map(str, counts[:3]))
+            return (f'its argument {name} holds other numbers of tensors: {shown}, ...',
+                    f'give {name} as one tensor (tf.stack, padded to few lengths)',
+                    f'step(x, tf.stack({name}))')
+
+def _python_argument(changed: dict[str, list[str]]) -> tuple | None:   # what it is, fix, its code
+    "Of what `changed_arguments` found: the first that is a Python value, an object, or of another structure."
+    name, values = next(((n, v) for n, v in changed.items() if _is_python(v)), ('', []))
+    if not values: return _changed_structure(changed)
+    if any('Weakref' in v for v in values):   # an object is known by its address
+        return (f'its argument {name} is an object that is new each time',
+                f'pass the numbers of {name} as tensors instead of the object', 'step(x, tf.constant(rate))')
+    shown = ', '.join(re.sub(r'Literal\[([^\]]*)\]', r'\1', v) for v in values[:3])
+    return (f'its argument {name} is a Python value that changes: {shown}, ...',
+            f'pass {name} as a tensor: tf.constant({name})', f'step(x, tf.constant({name}))')
+
 # %% ../../nbs/monitor/program.ipynb #d0a00003
+_FEW_SHAPES = 'give it few fixed shapes (pad to a few lengths with a mask, bucket, drop_remainder=True)'
+
 def find_traces(seen: _Seen) -> list[Finding]:
     "Functions that are traced, and compiled, again."
     traced = [e for e in seen.events if e.kind == 'call' and e.traced]
@@ -405,6 +443,8 @@ def find_same_values(seen: _Seen) -> list[Finding]:
     "What each iteration computes outside the step with the same result each time."
     share = seen.share('eager', 'own', 'numpy', 'fetch')
     if share < .2 or seen.loop[:1] in ((), ('fit',), ('fits',)): return []
+    made = _datasets_of(seen, own=False)[-1:]
+    specs = [s for d in made for s in tf.nest.flatten(d.element_spec) if hasattr(s, 'shape')]
     for (kind, place), early in seen.watch.early.items():
         function, _, *last = seen.watch.last[kind, place]
         calls = sum(e.kind == 'call' and e.place == place for e in seen.events)
@@ -412,11 +452,14 @@ def find_same_values(seen: _Seen) -> list[Finding]:
         anew = [new for old, new in pairs if old is not new and np.size(new) >= 1000]
         if calls < max(8, .5 * len(seen.steps)) or not anew: continue
         if not all(_are_equal(*pair) for pair in pairs): continue
+        is_batch = lambda x: any(s.shape.is_compatible_with(np.shape(x)) for s in specs)
+        if all(map(is_batch, anew)): continue
         name = getattr(function, '__name__', 'the function')
         sizes = ', '.join(str(tuple(x.shape)) for x in anew[:3])
         return [finding(
             seen, 'the same is computed in each iteration',
-            f'what {name} gets at {place} ({sizes}) is created for each of {calls} calls, and its values '
+            f'what {name} gets{f" at {place}" if place else ""} ({sizes}) is created for each of {calls} '
+            'calls, and its values '
             f'are the same each time; the work outside the calls takes {share:.0%} of the time',
             'compute it once, before the loop, and keep the tensors', share,
             next((p for p, _ in seen.places('eager', 'own', 'numpy')), None),
@@ -523,6 +566,8 @@ def find_beside(seen: _Seen) -> list[Finding]:
         out.append(finding(seen, cause, f'{who} {share:.0%} of the time', fix, share, place))
     return out
 
+_DATA = 2**16   # bytes; a smaller array is a number, not data
+
 def find_own_python(seen: _Seen) -> list[Finding]:
     "Python and NumPy between the steps."
     places = seen.places('own', 'numpy')
@@ -533,6 +578,14 @@ def find_own_python(seen: _Seen) -> list[Finding]:
                    if l.place == place and l.kind in ('own', 'numpy') and l.within).most_common(1)
     doing = f', most of it in {work[0][0]}' if work else ''
     also = ', '.join(str(p) for p, s in places[1:3] if s * total > .03 * looked)
+    copies = [e.rows for e in seen.events if e.kind == 'fetch' and (e.rows or 0) >= _DATA]
+    if len(copies) >= .9 * max(1, len(seen.steps)):
+        return [finding(
+            seen, 'device copy in step',
+            f'{sum(copies) / len(seen.steps) / 1e6:.1f} MB leave the device in each iteration, and what is '
+            'computed of '
+            f'them on the host takes {total:.0%} of the time{doing}',
+            'keep the data on the device: TensorFlow operations instead of NumPy', total, place)]
     return [finding(
         seen, 'Python between the steps',
         f"{total:.0%} of the time the program computes in Python or NumPy between the steps, "
@@ -623,8 +676,8 @@ _PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a lat
     find_made_in_loop, find_added_operations, find_pipelines, find_new_iterators, find_single_rows,
     find_traces, find_compiled_again, find_growth, find_validation, find_small_evaluation,
     find_filled_again, find_copied_weights, find_converted, find_same_values, find_eager, find_eager_rows,
-    find_in_graph, find_few_threads, find_python_input, find_slow_input, find_beside, find_tiny_steps,
-    find_ended_passes, find_own_python, find_fetches, find_on_host)
+    find_in_graph, find_few_threads, find_python_input, find_slow_input, find_copy_bound, find_beside,
+    find_tiny_steps, find_ended_passes, find_fetches, find_own_python, find_on_host)
 
 _INSIDE_FIT = (   # of a `fit` that is called in a loop, where nothing is to be said of that loop
     find_in_graph, find_few_threads, find_python_input, find_slow_input, find_tiny_steps)
@@ -636,20 +689,28 @@ _UNTIMED = 'how long fit waits for its batches was not measured'
 
 def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
     "The findings about a watched program, largest gain first, and notes."
-    seen, notes = steady_part(watch), []
-    if not seen.loop: return [], [_no_loop(watch)]
+    seen = steady_part(watch)
+    return _explained(seen) if seen.loop else ([], [_no_loop(watch)])
+
+def _explained(seen: _Seen) -> tuple[list[Finding], list[str]]:
     if len(seen.looks) < FEW_LOOKS and seen.seconds < MOMENT:   # the GIL may keep looks away for longer
-        notes.append(f'only {len(seen.looks)} looks: {_TOO_SHORT}; let it train for longer')
-        return [], notes
-    if len(seen.looks) < 40:
-        notes.append(f'only {len(seen.looks)} looks: the program was too short to be sure')
+        return [], [f'only {len(seen.looks)} looks: {_TOO_SHORT}; let it train for longer']
+    notes = [f'only {len(seen.looks)} looks: the program was too short to be sure'] * (len(seen.looks) < 40)
     notes += _not_measured(seen)
     found = _asked(_PROGRAM_RULES, seen, notes)
-    if seen.loop[:1] == ('fits',) and watch.windows and all(f.only_on_gpu for f in found):
-        found += _asked(_INSIDE_FIT, _steps_of_fit(watch), notes)
+    if seen.loop[:1] == ('fits',) and seen.watch.windows and all(f.only_on_gpu for f in found):
+        found += _asked(_INSIDE_FIT, _steps_of_fit(seen.watch), notes)
     found += _located(seen, found)
     if seen.looks: notes.append(_time_spent(seen, not found))
     return _ranked(found), notes
+
+def _ranked(findings: list[Finding]) -> list[Finding]:
+    "Largest gain first; a finding moves before an earlier one only if it promises clearly more."
+    out = []
+    for f in findings:
+        larger = (i for i, other in enumerate(out) if f.gain > 1.1 * other.gain)
+        out.insert(next(larger, len(out)), f)
+    return out
 
 def _no_loop(watch: Watch) -> str:
     "What a program did instead of training."

@@ -33,6 +33,7 @@ from fastcore.basics import patch
 from tensorflow.python.eager.context import context
 from tensorflow.python.util import tf_decorator
 
+from ..bench import wait_for
 from .loop import _batch_rows, _chain, TF_FUNCTION
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10005
@@ -92,6 +93,7 @@ class _Mark(NamedTuple):
     anywhere: bool = False   # also outside the line of the user
 
 MARKS = (
+    _Mark('device', 'xtts_nb/monitor/watch.py', ('let_finish',)),   # rank of its own: `let_finish` fetches
     _Mark('end', 'xtts_nb/monitor/watch.py', ('_end_pass', '_keep_call')),
     _Mark('end', 'keras/src/trainers/epoch_iterator.py', ('reset',)),   # it releases the iterator before
     _Mark('trace', 'polymorphic_function/tracing_compilation.py', ('trace_function', '_maybe_define_function',
@@ -155,7 +157,7 @@ def look_at(frame, now: float = 0.) -> _Look:
         callback = callback or a.callback
         if inside: within = a.name
         frame = frame.f_back
-    return _Look(now, place, best or 'own', within, callback)
+    return _Look(now, place, 'graph' if best == 'device' else best or 'own', within, callback)
 
 # %% ../../nbs/monitor/watch.ipynb #a0a1000a
 _TRAINER = 'keras.src.backend.tensorflow.trainer:TensorFlowTrainer'
@@ -182,7 +184,7 @@ class Event:
     place: _Place | None
     start: float          # on the clock of `time.perf_counter`
     seconds: float = 0.
-    rows: int | None = None    # of what a network got; of a session: operations of its graph
+    rows: int | None = None    # of what a network got; operations of a session's graph; bytes of a fetch
     name: str = ''             # of the function
     traced: bool = False       # the call traced the function
     new: bool = False          # first call of this function
@@ -228,6 +230,7 @@ class Watch:
         self.functions, self.last, self.fits = {}, {}, []   # functions seen; last arguments by line; of fit
         self.shapes, self._wanted = {}, 0   # of arguments of what XLA compiles; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
+        self._aside = False   # whether `let_finish` fetches
         self.beside, self.kept = [], {}   # looks at other threads; arguments of functions
         self.missing = []    # functions that this version of TensorFlow or Keras lacks
         self._running = {}   # frames of functions that ran at the last question, by their code
@@ -342,7 +345,8 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
     "What a counted function does."
     passed = kind in PASSED
     def around(original, first, args, kwargs):
-        if threading.get_ident() != self.thread or (self._depth and not passed) or _is_passing(kind, first):
+        if threading.get_ident() != self.thread or self._aside or (self._depth and not passed) or _is_passing(
+                kind, first):
             return original(first, *args, **kwargs)
         if kind == 'evaluate' and not _is_users(sys._getframe(2).f_code.co_filename):   # of `fit`
             return original(first, *args, **kwargs)
@@ -372,9 +376,19 @@ def _note(self: Watch, event: Event, owner, args: tuple, kwargs: dict):
         self._note_rows(event, owner, args, kwargs)
     elif kind == 'hidden': event.rows = len(args[0] or ()) if 'GPU' in args else None   # that are left
     elif kind == 'session': event.rows = owner.graph.version
+    elif kind == 'fetch': event.rows = (owner.shape.num_elements() or 0) * owner.dtype.size
     elif kind == 'variable' and hasattr(owner, 'shape'): event.rows = owner.shape.num_elements()
     if kind in _SHAPED and _is_compiled(owner):
         self.shapes.setdefault((kind, event.place), set()).add(_shapes(args, kwargs))
+
+@patch
+def let_finish(self: Watch, results):
+    "Wait until the device has computed some results: its time, and no fetch of the program."
+    self._aside, event = True, Event('device', None, time.perf_counter())
+    try: wait_for(results)
+    finally:
+        self._aside, event.seconds = False, time.perf_counter() - event.start
+        self.events.append(event)
 
 def _is_symbolic(args: tuple) -> bool:
     "Whether a layer is called with symbols of Keras, to build a model."
