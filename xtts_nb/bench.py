@@ -151,22 +151,6 @@ def wait_for(results):
     for x in [x for x in tensors if not len(x.shape)] or tensors[:1]:
         (tf.reshape(x, [-1])[:1] if len(x.shape) else x).numpy()
 
-def _to_device(batch, device: str | None = None):
-    "`batch`, of any structure, on `device`, by default on the first GPU; unchanged if there is none."
-    import tensorflow as tf
-    if not (device or tf.config.list_logical_devices('GPU')): return batch
-    with tf.device(device or 'GPU:0'):
-        return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
-
-@contextmanager
-def _put_back(variables: list):
-    "After the block, `variables`, of TensorFlow or Keras, have the values that they had before it."
-    import tensorflow as tf
-    now = [tf.identity(v) for v in variables]
-    try: yield
-    finally:
-        for v, value in zip(variables, now): v.assign(value)
-
 # %% ../nbs/base/bench.ipynb #941be55f
 @contextmanager
 def host_syncs():

@@ -8,6 +8,7 @@ __all__ = ['training', 'cache_for', 'prerequisites']
 # %% ../../nbs/app/quick_fix.ipynb #a288eb8a
 import gc
 import itertools
+import re
 import shutil
 import sys
 import tempfile
@@ -28,8 +29,8 @@ from ..devices import to_device
 from ..files import atomic_file
 from ..models.dvae import DVAE, load_dvae
 from ..models.xtts import XTTS
-from ..monitor.diagnose import (
-    _compare_loops, diagnose, Diagnosis, Finding, measured_gain, _FixTrial)
+from ..monitor.diagnose import _compare_loops, diagnose, Diagnosis, measured_gain, _FixTrial
+from ..monitor.seen import Finding
 from ..train.trainer import Trainer
 from ..records import cpu_name
 
@@ -62,17 +63,20 @@ def cache_for(
     with tempfile.TemporaryDirectory() as folder: yield lesson_cache(folder, config, DVAE(config), clips)
 
 # %% ../../nbs/app/quick_fix.ipynb #c08e0fc1
-def _change_for(finding: Finding, verdict: Diagnosis, config: XTTSConfig) -> dict | None:
+def _first_number(text: str) -> int: return int(next(iter(re.findall(r'\d+', text)), 4))
+
+def _change_for(finding: Finding, config: XTTSConfig) -> dict | None:
     "The keys that fix a finding, by section; `None` if there are none, or if they are set already."
     data = config.data
     changes = {
         'no prefetch': {'data': {'prefetch_buffer_size': max(4, data.prefetch_buffer_size)}},
-        'oscillation': {'data': {'prefetch_buffer_size': max(4, 2 * verdict.measured.cycle)}},
+        'oscillation': {'data': {'prefetch_buffer_size': _first_number(finding.fix)}},
         'single-threaded map': {'data': {'num_workers': cores()}},
         'oversubscription': {'data': {'num_workers': cores()}},
         'input-bound': {'data': {'num_workers': max(cores(), 2 * data.num_workers)}},
         'copy-bound': {'data': {'prefetch_to_gpu': True}},
         'variable shapes': {'data': {'pad_to_fixed_length': True}},
+        'compiled again for each shape': {'data': {'pad_to_fixed_length': True}},
         'tiny batch': {'data': {'batch_size': 4 * data.batch_size}},
         'float32 on tensor cores': {'training': {'gpt': {'precision': 'bfloat16'}}},
         'no XLA': {'training': {'gpt': {'mode': 'xla'}}},
@@ -99,7 +103,7 @@ def _apply_settings(
     "Try the fixes as changes of keys, one by one, and keep those that are clearly faster."
     trials, now = [], None   # now: the training with the changes kept so far
     for finding in verdict:
-        change, gain, kept = _change_for(finding, verdict, config), None, False
+        change, gain, kept = _change_for(finding, config), None, False
         keys = flat(change or {})
         alters = '' if change_learning else ', '.join(key for key in keys if key in _LEARNING)
         if change and not alters:

@@ -21,7 +21,8 @@ import tensorflow as tf
 from tensorflow.python.eager.context import context
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-from ..bench import compare, _put_back, wait_for
+from ..bench import compare, wait_for
+from ..devices import put_back
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e005
 @dataclass
@@ -80,7 +81,7 @@ def _variables_put_back(most: float | None = None):
     if _size_of(some) > (_free_memory() if most is None else most):
         yield False
         return
-    with _put_back(some): yield True
+    with put_back(some): yield True
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e008
 _IN_A_ROW = .1   # s; a short call alone takes longer than one of many: caches and threads are cold

@@ -23,8 +23,9 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import PHASES, rows_markdown, _to_device, trace_count, wait_for
+from ..bench import PHASES, rows_markdown, trace_count, wait_for
 from ..config import UserError
+from ..devices import to_device
 
 # %% ../../nbs/monitor/loop.ipynb #c2c0ffee
 @dataclass
@@ -495,7 +496,7 @@ def time_phases(
     dataset,               # batches: a `tf.data.Dataset` or any iterable
     step,                  # called with a batch
     steps: int = 50,       # to time; fewer if the dataset ends
-    copy=_to_device,        # batch -> batch on the device
+    copy=to_device,        # batch -> batch on the device
     callback=None,         # called with (number, results) after each step
     every: int = 10,       # steps from line to line
     report=None,           # called with each line, such as `lambda line: live.update(**line)`
