@@ -111,12 +111,14 @@ def _compiled_calls(seen: _Seen) -> list[Call]:
 
 def _measure(dataset, step, seen: _Seen, resident: list, first: float, batches: int, seconds) -> Measured:
     calls, rows = _compiled_calls(seen), _batch_rows(resident[0]) or 1
-    only_calls = (lambda batch: [call() for call in calls][-1]) if calls else step
     ready = itertools.cycle(resident)
-    loops = {'loop': (dataset, step), 'ready': (ready, step), 'pipeline': (dataset, lambda batch: None),
-             'compute': (ready, only_calls), 'host_free': (dataset, only_calls)}
-    arms = _compare_loops(loops, batches, seconds / 15)
+    loops = {'loop': (dataset, step), 'ready': (ready, step), 'pipeline': (dataset, lambda batch: None)}
+    if calls and seen.part('graph', 'input', 'pipeline', 'end') < .95:   # else there is no host part
+        only_calls = lambda batch: [call() for call in calls][-1]
+        loops |= {'compute': (ready, only_calls), 'host_free': (dataset, only_calls)}
+    arms = _compare_loops(loops, batches, seconds / len(loops) / 4, rounds=2)
     times = {name: rows * statistics.median(arm.times) for name, arm in arms.items()}
+    times = {'compute': times['ready'], 'host_free': times['loop']} | times
     return Measured(watched=seen.seconds / max(1, len(seen.steps)), first=first,
                     rows=_batch_rows(resident[0]), **times)
 
@@ -243,7 +245,7 @@ def diagnose(
     if batches < 8: raise UserError(f'diagnose: {batches} batches are too few to find a cycle; take 8.')
     dataset = _repeat_if_finite(dataset)
     seen, resident, first = _watched(dataset, step, batches, seconds / 4, timeout, place)
-    m = _measure(dataset, step, seen, resident, first, batches, seconds / 3)
+    m = _measure(dataset, step, seen, resident, first, batches, seconds)
     seen.ready = m.ready
     found, notes = _explained(seen)
     call = _compiled_call(seen)

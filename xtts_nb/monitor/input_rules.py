@@ -526,7 +526,7 @@ def _next_seconds(batch) -> float:
 
 def _read(dataset) -> tuple:   # its first batch, the seconds that took, those of each later batch
     batches, first, seconds = _begin(dataset)
-    return first, seconds, drain(batches, 24, 5.)
+    return first, seconds, drain(batches, 40, 5.)   # enough for a cycle of a dozen
 
 def _read_again(seen: _Seen, dataset) -> _Batches:
     dataset, period, waits = _repeat_if_finite(dataset), seen.seconds / len(seen.steps), waiting(seen)

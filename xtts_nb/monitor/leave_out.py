@@ -133,7 +133,8 @@ def _runner(
         named = dict(zip(names, [*args, *captured])) | known
         inputs = {name: x for name, x in named.items() if {name, name.removesuffix(':0')} & used}
         return read(lambda wanted: tf.graph_util.import_graph_def(given, inputs, wanted, name=''))
-    return lambda: run(args, known)
+    made = run.get_concrete_function(args, known)   # else TensorFlow warns of repeated traces
+    return lambda: made(args, known)
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e00c
 def _computed_up_to(call: Call, wanted: list[tf.Operation]) -> Callable:   # of no arguments
