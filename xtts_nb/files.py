@@ -375,8 +375,11 @@ def read_json(path: str | Path):
 
 def read_json_lines(path: str | Path) -> list:
     "The values of a file that holds one in each line, as `metrics.jsonl`; a line torn by a kill is left out."
+    out = []
     # not `splitlines`: a text within JSON may hold other ends of lines
-    return [json.loads(line) for line in Path(path).read_text(encoding='utf-8').split('\n')[:-1]]
+    for line in Path(path).read_text(encoding='utf-8').split('\n'):
+        with suppress(ValueError): out.append(json.loads(line))
+    return out
 
 def fingerprint(*parts) -> str:
     "16 hex digits that change with any of `parts` (anything JSON can hold, or bytes)."

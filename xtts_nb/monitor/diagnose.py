@@ -25,24 +25,29 @@ from .leave_out import Call
 from .loop import (
     _batch_of_each_shape, _batch_rows, _change_host_part, first_batches, first_step, period, run_iterations)
 from .preflight import preflight
-from .program import _explained, _ranked
+from .program import _explained, _ranked, TOO_SHORT
 from .seen import _compiled_call, Finding, _MIN_GAIN, ms, _Seen
 from .watch import Event, _place_of, Watch
 
 # %% ../../nbs/monitor/diagnose.ipynb #373c5610
-def _noted(batches, watch: Watch, place):
-    "The batches of any iterable, each noted as that of an iterator of TensorFlow is."
-    while True:
-        event = Event('next', place, time.perf_counter())
-        try: batch = next(batches)
-        except StopIteration: return
-        event.seconds = time.perf_counter() - event.start
-        watch.events.append(event)
-        yield batch
+def _batches_of(dataset, watch: Watch, place):
+    "Its batches, pass after pass; those of an iterable are noted as TensorFlow's iterators are."
+    counted, many = isinstance(dataset, tf.data.Dataset), 1
+    while many:   # an iterator that has ended has none
+        source, many = iter(dataset), 0
+        while True:
+            event = Event('next', place, time.perf_counter())
+            watch._depth += not counted   # what it calls is a part of it
+            try: batch = next(source)
+            except StopIteration: break
+            finally: watch._depth -= not counted
+            event.seconds, many = time.perf_counter() - event.start, many + 1
+            if not counted: watch.events.append(event)
+            yield batch
 
 def _watched(dataset, step: Callable, batches: int, seconds: float, timeout: float, place) -> tuple:
     "The steady part of the loop, some batches, and the seconds of the first step; `place`: of the program."
-    resident, counted = first_batches(dataset, 4, timeout), isinstance(dataset, tf.data.Dataset)
+    resident = first_batches(dataset, 4, timeout)
     with Watch() as watch:
         start = time.perf_counter()
         first_step(step, resident[0])
@@ -50,26 +55,33 @@ def _watched(dataset, step: Callable, batches: int, seconds: float, timeout: flo
         for batch in (*resident[1:], *_batch_of_each_shape(dataset, batches, seconds)):
             first_step(step, batch)
         watch.datasets.clear()   # the pass over it begins here
-        source = iter(dataset) if counted else _noted(iter(dataset), watch, place)
+        source = _batches_of(dataset, watch, place)
         times = run_iterations(source, step, 10**6, seconds, batches, watch.let_finish)
+        source.close()
     begin = times[min(2, len(times) - 1)]
     steps = [e for e in watch.events if e.kind == 'next' and begin <= e.start <= times[-1]]
     return _Seen(watch, begin, times[-1], ('next', place), steps), resident, first
 
 # %% ../../nbs/monitor/diagnose.ipynb #e8a987b1
+_ENDED = 'The dataset ended during the measurement; give one that can be read again.'
+
 def _compare_loops(
     loops: dict,              # {name: (dataset, step)}
     batches: int = 24,
     seconds: float = 4.,      # for each run
     rounds: int = 3,
+    by_row: bool = True,      # else by batch
 ) -> dict[str, _Arm]:          # s per row (per batch where rows are unknown) of each round
     "Wall time of several trainings, measured in turn, without the first iterations of each run."
     def arm(dataset, step):
         resident = first_batches(dataset, 1)
-        rows = _batch_rows(resident[0]) or 1
+        rows = by_row and _batch_rows(resident[0]) or 1
         first_step(step, resident[0])
-        return lambda: (rows,
-                        period(run_iterations(iter(_repeat_if_finite(dataset)), step, batches, seconds)))
+        def run():
+            times = run_iterations(iter(_repeat_if_finite(dataset)), step, batches, seconds)
+            if len(times) > 2: return rows, period(times)
+            raise UserError(_ENDED)
+        return run
     arms = {name: arm(*loop) for name, loop in loops.items()}
     return {arm.name: arm for arm in compare(arms, 'step_ms', rounds, warmup=0).arms}
 
@@ -110,14 +122,17 @@ def _compiled_calls(seen: _Seen) -> list[Call]:
     return [Call(function, args, kwargs) for function, _, args, kwargs in map(seen.watch.last.get, often)]
 
 def _measure(dataset, step, seen: _Seen, resident: list, first: float, batches: int, seconds) -> Measured:
-    calls, rows = _compiled_calls(seen), _batch_rows(resident[0]) or 1
-    ready = itertools.cycle(resident)
-    loops = {'loop': (dataset, step), 'ready': (ready, step), 'pipeline': (dataset, lambda batch: None)}
+    calls, ready, nothing = _compiled_calls(seen), itertools.cycle(resident), tf.constant(0)
+    loops = {'loop': (dataset, step), 'ready': (ready, step), 'pipeline': (dataset, lambda batch: nothing)}
     if calls and seen.part('graph', 'input', 'pipeline', 'end') < .95:   # else there is no host part
         only_calls = lambda batch: [call() for call in calls][-1]
         loops |= {'compute': (ready, only_calls), 'host_free': (dataset, only_calls)}
-    arms = _compare_loops(loops, batches, seconds / len(loops) / 4, rounds=2)
-    times = {name: rows * statistics.median(arm.times) for name, arm in arms.items()}
+    try: arms = _compare_loops(loops, batches, seconds / len(loops) / 4, rounds=2, by_row=False)
+    except UserError as e:   # an iterator that has ended looks empty
+        once = not isinstance(dataset, tf.data.Dataset) and iter(dataset) is dataset
+        if once: raise UserError(_ENDED) from e
+        raise
+    times = {name: statistics.median(arm.times) for name, arm in arms.items()}
     times = {'compute': times['ready'], 'host_free': times['loop']} | times
     return Measured(watched=seen.seconds / max(1, len(seen.steps)), first=first,
                     rows=_batch_rows(resident[0]), **times)
@@ -155,16 +170,12 @@ _PADDED = (lambda d, s, some: (_pad_to_few_shapes(d, some), s),
 _FIXES = {   # cause: (dataset, step, some batches) -> the first two, with its fix; what that alters
     'variable shapes': _PADDED, 'compiled again for each shape': _PADDED,
     'tiny batch': (lambda d, s, some: (_merge_batches(d, 4), s), 'the batch size'),
-    'step not compiled': (lambda d, s, some: (d, tf.function(s)), ''),
-    'the same work in every epoch': (lambda d, s, some: (d.cache().repeat(), s), '')}
+    'step not compiled': (lambda d, s, some: (d, tf.function(s)), '')}
 
-def _with_fix(f: Finding, once, resident: list) -> Finding:   # once: the dataset as it was given
+def _with_fix(f: Finding, resident: list) -> Finding:
     "A finding with its fix, if there is one that can be made from outside."
     if f.apply or f.cause not in _FIXES: return f
     change, alters = _FIXES[f.cause]
-    if f.cause == 'the same work in every epoch':
-        if not isinstance(once, tf.data.Dataset) or once.cardinality().numpy() < 0: return f
-        return replace(f, apply=lambda d, s: change(once, s, resident))
     return replace(f, apply=lambda d, s: change(d, s, resident), alters=alters)
 
 def _try_fix(f: Finding, dataset, step, batches: int, seconds: float, notes: list) -> Finding | None:
@@ -174,7 +185,9 @@ def _try_fix(f: Finding, dataset, step, batches: int, seconds: float, notes: lis
         changed = f.apply(dataset, step)
         if changed[0] is None: return f
         arms = _compare_loops({'now': (dataset, step), 'then': changed}, batches, seconds)
-    except Exception: return f   # a trial may fail in any way
+    except Exception as e:   # a trial may fail in any way
+        notes.append(f'{f.cause}: {f.fix} could not be tried ({type(e).__name__}).')
+        return f
     gain, clear = measured_gain(arms['now'], arms['then'])
     gains = _gains(arms['now'], arms['then'])
     if clear and gain >= _MIN_GAIN:
@@ -194,6 +207,11 @@ class Diagnosis:
 
     @property
     def at_most(self) -> dict[str, float]: return self.measured.at_most
+
+    @property
+    def nothing(self) -> str:
+        "What is said without findings."
+        return 'Not judged.' if any(TOO_SHORT in note for note in self.notes) else 'Nothing to fix.'
 
     def __iter__(self): return iter(self.findings)
     def __len__(self) -> int: return len(self.findings)
@@ -218,7 +236,7 @@ class Diagnosis:
         found = [line for i, f in enumerate(self.findings, 1) for line in (
             f'{i}. {f.cause}{f" at {f.place}" if f.place else ""}: {f.gain_text()}', f'   {f.evidence}.',
             f'   Fix: {f.fix}.' + f' It changes what is learned: {f.alters}.' * bool(f.alters))]
-        return head + (found or ['Nothing to fix.']) + [f'Note: {n}' for n in self.notes]
+        return head + (found or [self.nothing]) + [f'Note: {n}' for n in self.notes]
 
     def __repr__(self) -> str: return '\n'.join(self.lines())
 
@@ -226,7 +244,7 @@ class Diagnosis:
         head = ['', '| cause | evidence | fix | gain |', '|---|---|---|---|']
         rows = [f'| {f.cause} | {f.evidence} | {f.fix} | {f.gain_text().replace(" x ", " × ")} |'
                 for f in self.findings]
-        found = head + rows if rows else ['', 'Nothing to fix.']
+        found = head + rows if rows else ['', self.nothing]
         return '\n'.join([*self.lines()[:2], *found, *(f'\nNote: {n}' for n in self.notes)])
 
 # %% ../../nbs/monitor/diagnose.ipynb #373c561a
@@ -240,8 +258,8 @@ def diagnose(
     seconds: float = 40.,     # in all, about; the trials of fixes take some seconds more
     timeout: float = 60.,     # s without a batch before an error
 ) -> Diagnosis:
-    "Find out why a training is slow, while it continues. Raises `UserError` where data or step fail."
-    start, given, place = time.perf_counter(), dataset, _place_of(sys._getframe(1))
+    "Find out why a training is slow. It trains, so weights change. `UserError` where data or step fail."
+    start, place = time.perf_counter(), _place_of(sys._getframe(1))
     if batches < 8: raise UserError(f'diagnose: {batches} batches are too few to find a cycle; take 8.')
     dataset = _repeat_if_finite(dataset)
     seen, resident, first = _watched(dataset, step, batches, seconds / 4, timeout, place)
@@ -251,14 +269,17 @@ def diagnose(
     call = _compiled_call(seen)
     if call and first < _SHORT_COMPILE and hasattr(call.function, 'get_concrete_function'):
         found += seen.ask(_NO_XLA, call, seen.part('graph'))
-    notes += _about_times(m, seen) + _on_a_gpu(_compiled_calls(seen))
-    budget = min(2., max(8, batches) * m.loop)
-    tried = [_try_fix(_with_fix(f, given, resident), dataset, step, batches, budget, notes)
-             if time.perf_counter() - start < seconds + 10. else f for f in found]
+    limit = lambda f: min(f.gain, m.at_most['input']) if f.cause in _WHOLE_INPUT else f.gain
+    found = [_with_fix(replace(f, gain=limit(f)), resident) for f in found]
+    budget, left = min(2., max(8, batches) * m.loop), seconds + 10.
+    tried = [_try_fix(f, dataset, step, batches, budget, notes) if time.perf_counter() - start < left else f
+             for f in found]
+    if time.perf_counter() - start > left and any(f.apply for f in found):
+        notes.append('fixes for which no time was left were not tried; raise `seconds`.')
+    notes += [*_about_times(m, seen), *seen.ask(_on_a_gpu)]
+    notes += [n for n in dict.fromkeys(seen.notes) if n not in notes]
     clear = [f for f in tried if f and (f.gain >= _MIN_GAIN or f.only_on_gpu)]
     findings = [_without_place(f, place) for f in _ranked(clear)]
-    limit = lambda f: min(f.gain, m.at_most['input']) if f.cause in _WHOLE_INPUT else f.gain
-    findings = [replace(f, gain=limit(f)) for f in findings]
     findings.sort(key=lambda f: bool(f.alters))   # those that change what is learned come last
     shares = {'input': seen.part('input', 'pipeline', 'end'), 'compute': seen.part('graph')}
     shares = {'input': shares['input'], 'host': 1 - sum(shares.values()), 'compute': shares['compute']}
@@ -275,22 +296,19 @@ def _about_times(m: Measured, seen: _Seen) -> list[str]:
     out, traced = [], [e for e in seen.watch.events if e.kind == 'call' and e.traced and not e.new]
     if abs(m.watched / m.loop - 1) > .15:
         out.append(f'an iteration took {ms(m.watched)} while it was watched, and {ms(m.loop)} in the '
-                   'comparison: '
-                   'limits are as uncertain.')
+                   'comparison: limits are as uncertain.')
     if traced:
         each = ms(sum(e.seconds for e in traced) / len(traced))
-        out.append(f'{len(traced)} times during the measurement, a function of the step was traced again, '
-                   'for another '
-                   f'shape or Python value, {each} each. What comes again costs nothing; every further one '
-                   'costs '
-                   'that once more.')
+        out.append(f'{len(traced)} times, the first steps included, a function of the step was traced again '
+                   f'for another shape or Python value, {each} each. One that was seen before costs nothing; '
+                   'each new one costs this time again.')
     return out
 
 _NOT_NOTED = 'float64 product', 'float32 product', 'layout'   # kinds that are tried, or that only a GPU has
 
-def _on_a_gpu(calls: list[Call], at_most: int = 6) -> list[str]:
+def _on_a_gpu(seen: _Seen, at_most: int = 6) -> list[str]:
     "What would fail on a GPU, or make it wait, in the compiled functions of the step."
-    some = {o.line: o for call in {id(call.function): call for call in calls}.values()
+    some = {o.line: o for call in _compiled_calls(seen)
             if hasattr(call.function, 'get_concrete_function')
             for o in preflight(call.function, *call.args, **call.kwargs) if o.kind not in _NOT_NOTED}
     more = [f'on a GPU, {len(some) - at_most} more; see `preflight`.'] if len(some) > at_most else []

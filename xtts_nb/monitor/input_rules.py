@@ -69,8 +69,8 @@ def find_python_input(seen: _Seen) -> list[Finding]:
             'py_function) runs')
     return [finding(
         seen, 'Python makes the batches',
-        f'{what} {busy:.0%} of the time and the step waits for it {waits:.0%}; it holds the lock '
-        'of Python, so only one runs at a time',
+        f'{what} {busy:.0%} of the time and the step waits for it {waits:.0%}; it holds the '
+        'GIL, so only one runs at a time',
         'write it with TensorFlow operations (dataset.map with num_parallel_calls=tf.data.AUTOTUNE), '
         'or do it once and cache() or store the result',
         1., place,

@@ -56,7 +56,9 @@ class _Seen:
         "What a rule finds; one that fails on an unusual program must not take the others with it."
         try: return rule(self, *given)
         except Exception as e:
-            self.notes.append(f'{rule.__name__.strip("_")} could not be examined: {type(e).__name__}')
+            reason = (str(e).splitlines() or [''])[0][:200]
+            name = rule.__name__.strip('_')
+            self.notes.append(f'{name} could not be examined: {type(e).__name__}: {reason}')
             return []
 
     @property
