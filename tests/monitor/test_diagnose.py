@@ -50,7 +50,7 @@ def test_what_ends_is_repeated():
     assert [int(i) for _, i in zip(range(4), _repeat_if_finite(there))] == [0, 1, 2, 0]
 
 def test_batches_are_let_go():
-    "Beside the four that are ready, those under way, and two that the watch keeps for trials, none stays."
+    "Next to the four that are ready, those under way, and two that the watch keeps for trials, none stays."
     made, alive = [], []
     class Batches:
         def __iter__(self):

@@ -62,7 +62,7 @@ def test_a_large_part_without_a_known_cause_is_located(monkeypatch, share, cause
 def test_a_program_that_is_too_short_is_not_judged(monkeypatch, looks, seconds, judged):
     monkeypatch.setattr(page, 'steady_part', lambda watch: _Seen(watch, 0., seconds, ('call', LINE), []))
     found, notes = explain(watched(['graph'] * looks))
-    assert found == [] and (page.TOO_SHORT in notes[0]) is not judged
+    assert found == [] and (page._TOO_SHORT in notes[0]) is not judged
     assert page._finding_lines(found, notes)[0] == ('Nothing to fix.' if judged else 'Not judged.')
 
 SCRIPT = '''

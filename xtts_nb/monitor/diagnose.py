@@ -25,7 +25,7 @@ from .leave_out import Call
 from .loop import (
     _batch_of_each_shape, _batch_rows, _change_host_part, first_batches, first_step, period, run_iterations)
 from .preflight import preflight
-from .program import _explained, _ranked, TOO_SHORT
+from .program import _explained, _ranked, _without_findings
 from .seen import _compiled_call, Finding, _MIN_GAIN, ms, _Seen
 from .watch import Event, _place_of, Watch
 
@@ -165,6 +165,7 @@ def _merge_batches(dataset, times: int):
     joined = lambda *b: tf.nest.map_structure(join, b[0] if len(b) == 1 else b)
     return _change_host_part(dataset, lambda host: host.batch(times, drop_remainder=True).map(
         joined, num_parallel_calls=2).prefetch(2))
+
 _PADDED = (lambda d, s, some: (_pad_to_few_shapes(d, some), s),
            'zeros at the end of its batches, which a step without a mask learns from')
 _FIXES = {   # cause: (dataset, step, some batches) -> the first two, with its fix; what that alters
@@ -208,11 +209,6 @@ class Diagnosis:
     @property
     def at_most(self) -> dict[str, float]: return self.measured.at_most
 
-    @property
-    def nothing(self) -> str:
-        "What is said without findings."
-        return 'Not judged.' if any(TOO_SHORT in note for note in self.notes) else 'Nothing to fix.'
-
     def __iter__(self): return iter(self.findings)
     def __len__(self) -> int: return len(self.findings)
     def __getitem__(self, i): return self.findings[i]
@@ -236,7 +232,7 @@ class Diagnosis:
         found = [line for i, f in enumerate(self.findings, 1) for line in (
             f'{i}. {f.cause}{f" at {f.place}" if f.place else ""}: {f.gain_text()}', f'   {f.evidence}.',
             f'   Fix: {f.fix}.' + f' It changes what is learned: {f.alters}.' * bool(f.alters))]
-        return head + (found or [self.nothing]) + [f'Note: {n}' for n in self.notes]
+        return head + (found or [_without_findings(self.notes)]) + [f'Note: {n}' for n in self.notes]
 
     def __repr__(self) -> str: return '\n'.join(self.lines())
 
@@ -244,7 +240,7 @@ class Diagnosis:
         head = ['', '| cause | evidence | fix | gain |', '|---|---|---|---|']
         rows = [f'| {f.cause} | {f.evidence} | {f.fix} | {f.gain_text().replace(" x ", " × ")} |'
                 for f in self.findings]
-        found = head + rows if rows else ['', self.nothing]
+        found = head + rows if rows else ['', _without_findings(self.notes)]
         return '\n'.join([*self.lines()[:2], *found, *(f'\nNote: {n}' for n in self.notes)])
 
 # %% ../../nbs/monitor/diagnose.ipynb #373c561a
@@ -281,8 +277,8 @@ def diagnose(
     clear = [f for f in tried if f and (f.gain >= _MIN_GAIN or f.only_on_gpu)]
     findings = [_without_place(f, place) for f in _ranked(clear)]
     findings.sort(key=lambda f: bool(f.alters))   # those that change what is learned come last
-    shares = {'input': seen.part('input', 'pipeline', 'end'), 'compute': seen.part('graph')}
-    shares = {'input': shares['input'], 'host': 1 - sum(shares.values()), 'compute': shares['compute']}
+    waits, computes = seen.part('input', 'pipeline', 'end'), seen.part('graph')
+    shares = {'input': waits, 'host': 1 - waits - computes, 'compute': computes}
     shares = {name: round(max(0., share), 3) for name, share in shares.items()}
     bound = max(shares, key=shares.get)
     return Diagnosis(findings, m, f'{bound}-bound', shares, notes, time.perf_counter() - start)

@@ -143,13 +143,10 @@ _LINEAR_LOOP = _Part(
     'a loop over time steps that is linear',
     lambda seen, call: _loops(call, lambda op: not _is_row_loop(op) and _is_linear_loop(op)),
     'the graph of the step has a loop ({name}) that takes {share} of the step; an iteration only adds to '
-    'what it '
-    'carries and multiplies it by what is known before',
+    'what it carries and multiplies it by what is known before',
     'compute all time steps at once: tf.math.cumsum for a sum, one tf.matmul with the matrix of the powers '
-    'of '
-    'the factor for a constant factor (long series in blocks), else tfp.math.scan_associative; or once in '
-    'the '
-    'pipeline, where nothing of it is learned',
+    'of the factor for a constant factor (long series in blocks), else tfp.math.scan_associative; or once '
+    'in the pipeline, where nothing of it is learned',
     'powers = factor ** (t[None] - t[:, None])   # t = tf.range(n); upper part, the rest is 0\n'
     'sums = tf.matmul(tf.linalg.band_part(powers, 0, -1), x)   # instead of the loop from the end')
 
@@ -167,8 +164,7 @@ def _metrics(seen: _Seen, call: Call) -> dict | None:
 _METRICS = _Part(
     'metrics in each step', _metrics, 'the metrics ({names}) take {share} of the step',
     'compute them on the validation data alone, or from stored predictions after an epoch; AUC with evenly '
-    'spaced '
-    'thresholds (num_thresholds=200) counts in buckets and compares nothing',
+    'spaced thresholds (num_thresholds=200) counts in buckets and compares nothing',
     'model.compile(optimizer, loss)   # without metrics; model.evaluate after training',
     _without_changes, .15, True)
 
@@ -186,8 +182,7 @@ def _one_hot(seen: _Seen, call: Call) -> dict | None:
 _ONE_HOT = _Part(
     'a product with one-hot codes', _one_hot,
     'the step multiplies one-hot codes of {rows:,} columns by a table, which only picks its rows; these '
-    'products '
-    'and their gradients take {share} of the step',
+    'products and their gradients take {share} of the step',
     'tf.gather or tf.nn.embedding_lookup (keras.layers.Embedding): the same rows, and a sparse gradient',
     'x = tf.gather(table, ids)')
 
@@ -209,8 +204,7 @@ _SOFTMAX = _Part(
     'a softmax over all classes', _full_softmax,
     'the step computes logits and gradients of {classes:,} classes for each row, which takes {share} of it',
     'tf.nn.sampled_softmax_loss compares each row with some hundred classes (this changes what is learned: '
-    'evaluate '
-    'with the full softmax); or fewer classes',
+    'evaluate with the full softmax); or fewer classes',
     'loss = tf.nn.sampled_softmax_loss(weights, biases, labels, inputs, 256, num_classes)', least=.6)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a1
@@ -242,11 +236,9 @@ def _pairs(seen: _Seen, call: Call) -> dict | None:
 _PAIRS = _Part(
     'differences of all pairs', _pairs,
     'the step subtracts each row from each of others, {size} numbers, and sums their squares; that and its '
-    'gradient '
-    'take {share} of it',
+    'gradient take {share} of it',
     'a squared distance is |a|^2 + |b|^2 - 2ab: one product of matrices, and no large tensor (where '
-    'distances are '
-    'tiny it is less exact: tf.maximum(d2, 0))',
+    'distances are tiny it is less exact: tf.maximum(d2, 0))',
     'lengths = lambda x: tf.reduce_sum(x * x, 1)\n'
     'd2 = lengths(a)[:, None] - 2 * tf.matmul(a, b, transpose_b=True) + lengths(b)')
 
@@ -293,10 +285,12 @@ def _used_columns(call: Call) -> tuple | None:   # length, first and last column
     known = [(x.shape[1], *used) for x in _long_inputs(call) if (used := _used(x)) and used[1] > used[0]]
     return max(known, default=None)
 
+def _is_padded(length: int, first: int, end: int) -> bool: return 1 - (end - first) / length >= _PADDED
+
 def _padding(seen: _Seen, call: Call) -> dict | None:
     "Sequences of which most is padding, in all rows of a batch."
     length, first, end = _used_columns(call) or (1, 0, 1)
-    if 1 - (end - first) / length < _PADDED: return None
+    if not _is_padded(length, first, end): return None
     def cut(x): return x[:, first:end] if tf.is_tensor(x) and x.shape.rank and x.shape[1:2] == [length] else x
     given = tf.nest.map_structure(cut, (list(call.args), call.kwargs))
     return {'what': given, 'length': length, 'used': end - first}
@@ -304,18 +298,17 @@ def _padding(seen: _Seen, call: Call) -> dict | None:
 _PADDING = _Part(
     'mostly padding', _padding,
     'rows are padded to {length}, and in the last batch no row has more than {used}: the step computes the '
-    'rest too; '
-    'without it, it takes {rest}',
+    'rest too; without it, it takes {rest}',
     'pad each batch to the longest of its own rows, or to a few lengths (so that few shapes are compiled); '
-    'or take a '
-    'smaller maximum', 'dataset.padded_batch(size)   # or bucket_by_sequence_length(..., '
+    'or take a smaller maximum', 'dataset.padded_batch(size)   # or bucket_by_sequence_length(..., '
                        'pad_to_bucket_boundary=True)',
     _called_with, is_fix=True, as_graph=False)
 
 def _unlike_lengths(seen: _Seen, call: Call) -> dict | None:
     "A few long texts that pad all others of their batch."
     texts = [x for x in _long_inputs(call) if x.shape.rank == 2 and x.dtype.is_integer]
-    if not texts or not _used_columns(call) or _padding(seen, call): return None
+    columns = _used_columns(call) if texts else None
+    if not columns or _is_padded(*columns): return None
     ids = max(texts, key=lambda x: x.shape[1]).numpy()
     filled = ids[:, ::-1] != Counter(ids[:, -1].tolist()).most_common(1)[0][0]
     used = float(np.mean(np.where(filled.any(1), ids.shape[1] - filled.argmax(1), 0))) / ids.shape[1]
@@ -381,8 +374,7 @@ _DOUBLE = _Part(
 _HALF = _Part(
     'half precision on a CPU', _numbers(tf.float16, tf.bfloat16),
     'operations of the step compute in 16 bits, for which this CPU is slow; with the same ones in float32 '
-    'it takes '
-    '{rest} of the time',
+    'it takes {rest} of the time',
     'float32 where there is no GPU: mixed precision helps on a GPU (here the results change in their last '
     'digits)',
     'if tf.config.list_physical_devices("GPU"):\n'
@@ -494,12 +486,10 @@ def _unrolled(seen: _Seen, call: Call) -> dict | None:
 _UNROLLED_LOOP = _Part(
     'a loop over rows inside the step', _unrolled,
     'a loop of Python{layer} made {made:,} of the {every:,} operations of the step, the same for each of '
-    '{count} parts '
-    'of a tensor; to start one takes longer than to compute it',
+    '{count} parts of a tensor; to start one takes longer than to compute it',
     'compute all parts with one operation: leave the dimension in the tensor (tf.matmul, tf.einsum, '
     'tf.image.extract_patches, broadcasting; Dense without TimeDistributed), and stack shifted views where '
-    'parts '
-    'overlap', "y = tf.einsum('btd,dk->btk', x, w)   # instead of one product for each t", least=.3)
+    'parts overlap', "y = tf.einsum('btd,dk->btk', x, w)   # instead of one product for each t", least=.3)
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b00062
 def _fixed(graph, given: list[tf.Tensor]) -> list[tf.Operation]:
@@ -587,8 +577,7 @@ def _in_every_epoch(seen: _Seen, call: Call) -> dict | None:
 _EVERY_EPOCH = _Part(
     'the same part is computed in every epoch', _in_every_epoch,
     '{share} of the step depends on its rows alone, and on nothing that is learned (a frozen part, or a '
-    'preparation, '
-    'up to {heavy}): it gives the same for each row in every epoch',
+    'preparation, up to {heavy}): it gives the same for each row in every epoch',
     'compute it once: features = frozen.predict(x), or dataset.map(prepare).cache(), and train the rest on '
     'that',
     'features = backbone.predict(x)   # once\nhead.fit(features, y)', least=.25)
@@ -607,11 +596,9 @@ def _weightless(seen: _Seen, call: Call) -> dict | None:
 _WEIGHTLESS = _Part(
     'rows without weight', _weightless,
     '{none:.0%} of the rows of the last batch have a weight of 0, and are computed all the same; without '
-    'them the step '
-    'takes {rest}',
+    'them the step takes {rest}',
     'leave out rows whose weight is 0 before they are batched (the mean of the loss is then over fewer '
-    'rows: scale the '
-    'other weights if it has to stay)',
+    'rows: scale the other weights if it has to stay)',
     'keep = weights > 0\nmodel.fit(x[keep], y[keep], sample_weight=weights[keep])',
     _called_with, is_fix=True, as_graph=False)
 
@@ -635,8 +622,7 @@ def _backward_again(seen: _Seen, call: Call) -> dict | None:
 _BACKWARD = _Part(
     'several backward passes through the network', _backward_again,
     'the step computes gradients {times:.0f} times through the same layers, one loss at a time; all but one '
-    'of them '
-    'take {share} of it',
+    'of them take {share} of it',
     'add the losses up, and ask the tape once: the gradient of a sum is the sum of the gradients',
     'gradients = tape.gradient(tf.add_n(losses), variables)', least=.25)
 
@@ -669,11 +655,9 @@ def _dense_table(seen: _Seen, call: Call) -> dict | None:
 _DENSE_TABLE = _Part(
     'dense gradient of a long table', _dense_table,
     'a step reads few of the {rows:,} rows of a table ({rows:,} x {columns}), and writes all of them: '
-    '{reasons}; without '
-    'that it takes {rest}',
+    '{reasons}; without that it takes {rest}',
     'change only the rows that were read: {fixes}. Another optimizer or decay changes what is learned. Or a '
-    'smaller '
-    'table (hash the ids)',
+    'smaller table (hash the ids)',
     'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD', _without_changes, .17)
 
 def _without_xla(seen: _Seen, call: Call) -> dict | None:

@@ -448,8 +448,7 @@ def _slow_disk(b: _Batches) -> tuple | None:
                          'a batch takes; '
             f'the pipeline keeps {b.busy:.1f} cores busy',
             'copy the files to a local disk, read several at once (interleave, num_parallel_calls), or '
-            'cache() what was '
-            'read', b.gain(max(b.seconds - jump, computing)))
+            'cache() what was read', b.gain(max(b.seconds - jump, computing)))
 
 def _small_files(b: _Batches) -> tuple | None:
     stage, jump = next(((s, added) for s, added in b.added if 'ReadFile' in s.operations), (None, 0.))

@@ -210,14 +210,14 @@ def finding(
     change: str = '',    # lines of code
     left: float = 0.,    # fraction of the share that remained in a trial
     measured: bool = False,   # whether that trial was the fix itself
-    apply: Callable | None = None, alters: str = '',   # as of `Finding`
+    apply: Callable | None = None,   # as of `Finding`
 ) -> Finding:
     "A finding with its gain; its spread is that of the share, which is sampled."
     off, top = seen.error(share), lambda s: min(.999, max(0., s))
     low, gain, high = (gain_without(top(s), left) for s in (share - off, share, share + off))
     return Finding(cause, evidence, fix, gain, measured, place=str(place or ''),
                    line=place.text if place else '', change=change, low=low, high=high,
-                   apply=apply, alters=alters)
+                   apply=apply)
 
 def _only_on_gpu(
     cause: str, evidence: str, fix: str,
