@@ -45,7 +45,8 @@ def _say_gpts(config: XTTSConfig, text_start: int = 2) -> dict[str, GPT]:
 
 def _say_arms(config: XTTSConfig, gpts: dict[str, GPT], codes: int) -> dict:
     "{name: function of (inputs) -> codes (B, S), states (B, S, D)}, all of them greedy."
-    loops = {name: tf.function(partial(generate, gpt, max_codes=codes, temperature=0), jit_compile=True)
+    loops = {name: tf.function(partial(generate, gpt, max_codes=codes, temperature=0), jit_compile=True,
+                               autograph=False)
              for name, gpt in gpts.items()}
     arms = loops | {name: loops[precision] for name, precision in _BATCHES.items()}
     if config.model.gpt.num_layers <= 12:
@@ -57,7 +58,7 @@ def _streamed(config: XTTSConfig, gpt: GPT, decoder: HiFiGAN, codes: int, inputs
     speaker = SimpleNamespace(
         gpt=gpt, xtts=SimpleNamespace(gpt=gpt, config=config), decoder=decoder, max_codes=codes,
         sample_rate=config.model.decoder.sample_rate, sampling=Sampling(),
-        frames_sound=tf.function(decoder.sound, reduce_retracing=True))
+        frames_sound=tf.function(decoder.sound, reduce_retracing=True, autograph=False))
     rows, ids = SpeechRows(speaker), inputs['text'][0].numpy().tolist()
     voice = Voice(inputs['prompt'][0], tf.random.stateless_normal((config.model.speaker.width,), (0, 0)))
     return lambda: rows.sounds(ids, voice)
@@ -95,7 +96,7 @@ def _say_speed(
     gpts, decoder = _say_gpts(config), HiFiGAN(config)
     eight = _say_inputs(gpts['float32'], 8)
     vector = tf.random.stateless_normal((1, config.model.speaker.width), (0, 0))
-    sounds = {name: tf.function(_in_precision(decoder, config, name), reduce_retracing=True)
+    sounds = {name: tf.function(_in_precision(decoder, config, name), reduce_retracing=True, autograph=False)
               for name in ('float32', 'bfloat16')}
     stream = _streamed(config, gpts['float32'], decoder, _STREAM_TEXTS * codes, eight)
     spoken, firsts, pieces = {}, {}, []

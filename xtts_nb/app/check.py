@@ -190,8 +190,8 @@ def _gpu_programs(trial: StepTrial) -> dict:   # {name: what `preflight` takes}
     "The programs that a GPU runs for these settings; they are traced, and not compiled."
     step, config = trial.steps['xla'], trial.config
     gpt, dvae, given = step.step.gpt, DVAE(config), trial.batch
-    finish = tf.function(lambda batch: finish_batch(batch, dvae, config), jit_compile=True)
-    speak = tf.function(partial(generate, gpt, max_codes=32), jit_compile=True)
+    finish = tf.function(lambda batch: finish_batch(batch, dvae, config), jit_compile=True, autograph=False)
+    speak = tf.function(partial(generate, gpt, max_codes=32), jit_compile=True, autograph=False)
     prompt = tf.TensorSpec((1, config.model.gpt.prompt_latents, config.model.gpt.hidden_dim))
     return {'step': (step.graph, to_device(given), tf.constant(0)), 'data': (finish, _sounds(given, config)),
             'speech': (speak, given['text'][:1], given['text_length'][:1], prompt)}

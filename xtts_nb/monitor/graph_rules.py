@@ -667,7 +667,8 @@ def _without_xla(seen: _Seen, call: Call) -> dict | None:
 _NO_XLA = _Part(
     'no XLA', _without_xla, 'under XLA the compiled function takes {rest} of its time', 'jit_compile=True',
     '@tf.function(jit_compile=True)',
-    lambda call, _: replace(call, function=tf.function(call.function.python_function, jit_compile=True)),
+    lambda call, _: replace(call, function=tf.function(call.function.python_function, jit_compile=True,
+                                                       autograph=getattr(call.function, '_autograph', True))),
     .17, True, False)   # to compile may take minutes: tried by `diagnose` alone
 
 _PARTS = (_ROW_LOOP, _LINEAR_LOOP, _METRICS, _DENSE_TABLE, _ONE_HOT, _SOFTMAX, _PAIRS, _PADDING, _UNLIKE,

@@ -41,7 +41,7 @@ def whole_prefix(
     every: int = 32,   # the codes are padded to a multiple of this; each multiple is compiled once
 ):                     # a function (text, text_length, prompt, max_codes, progress) -> as `generate`
     "Greedy generation without a cache, as a baseline: one pass of the whole prefix for each code."
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True, autograph=False)
     def passed(last, prompt, **inputs):
         states = gpt.states(prompt=tf.cast(prompt, gpt.compute_dtype), **inputs)[1]
         score = tf.cast(gpt.code_head(tf.gather(states, last, axis=1)), tf.float32)
@@ -389,16 +389,17 @@ class Speaker:
         self.rooms = *(n for n in _ROOMS if n < most), most
         room = self.rooms[0]
         how = {'jit_compile': True, 'autograph': False}   # no Python loop over tensors is in it
+        growing = {'reduce_retracing': True, 'autograph': False}
         self._begin = tf.function(lambda *given: advance_rows(
             gpt, longer_ring(begin_rows(gpt, *given), room), room), **how)
         self._extend = tf.function(lambda state, more: advance_rows(
             gpt, longer_ring(state, more), more), **how)
-        self._decode = tf.function(xtts.dvae.decode, reduce_retracing=True)
+        self._decode = tf.function(xtts.dvae.decode, **growing)
         self._sound = tf.function(
             lambda states, vector: faded(self.decoder(self._at_speed(states), vector), self.sample_rate),
-            reduce_retracing=True)
+            **growing)
         self.frames_sound = tf.function(lambda frames, vector: self.decoder.sound(frames, vector),
-                                        reduce_retracing=True)   # of stretched states
+                                        **growing)   # of stretched states
 
     def __call__(self, text: str, language: str, reference, seed: int | None = 0) -> np.ndarray:
         "Samples (N,) float32 at `sample_rate`."

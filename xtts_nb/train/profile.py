@@ -66,7 +66,7 @@ def _op_placement(
     runtime = context.context()
     runtime.enable_graph_collection()   # before the first call, which partitions the graph
     try:
-        wait_for(tf.function(step)(*arguments))
+        wait_for(tf.function(step, autograph=False)(*arguments))
         collected = runtime.export_run_metadata()
     finally: runtime.disable_graph_collection()
     parts = [part for g in collected.function_graphs for part in g.partition_graphs]
