@@ -1,9 +1,10 @@
 "Trials of a changed step give what the step gives, and change nothing of the program."
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from watched import calls, seen
+from watched import calls, LINE, seen
 from xtts_nb.monitor import graph_rules as page, leave_out
 from xtts_nb.monitor.leave_out import Call, _variables_put_back
 from xtts_nb.monitor.watch import _Place
@@ -111,3 +112,18 @@ def test_a_program_that_hides_its_gpu(tmp_path, monkeypatch, line, hides):
     assert bool(found) == hides
     if hides:
         assert found[0].only_on_gpu and found[0].place == 'train.py:2' and found[0].line == line
+
+@pytest.mark.parametrize('xla', [False, True])
+def test_a_step_tells_which_layer_and_line_its_time_goes_into(xla):
+    layers = keras.Sequential([keras.layers.Dense(400, name='large'), keras.layers.Dense(1, name='small')])
+    x, total = tf.ones((64, 300)), tf.Variable(0.)
+    layers(x)
+    @tf.function(jit_compile=xla)
+    def step(x):
+        with tf.GradientTape() as tape: loss = tf.reduce_sum(layers(x) ** 2)
+        total.assign_add(loss)
+        return [tf.reduce_sum(g) for g in tape.gradient(loss, layers.trainable_variables)]
+    event = calls('call', 30, place=LINE)
+    watching = seen(['graph'] * 50, event, ('call', LINE), last={('call', LINE): (step, 'step', (x,), {})})
+    largest, *_ = page._spent_inside(watching)
+    assert '/large_1 (test_graph_rules.py:' in largest and total.numpy() == 0., largest

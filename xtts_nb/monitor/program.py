@@ -34,7 +34,7 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import UserError
-from .graph_rules import find_fetches, find_in_graph, find_on_host, _SHORT_STEP
+from .graph_rules import find_fetches, find_in_graph, find_on_host, _SHORT_STEP, _spent_inside
 from .input_rules import (
     find_copy_bound, find_ended_passes, find_few_threads, find_filled_again, find_new_iterators,
     find_python_input, find_slow_input, find_small_evaluation, find_tiny_steps, find_validation)
@@ -700,6 +700,8 @@ def _explained(seen: _Seen) -> tuple[list[Finding], list[str]]:
         found += _asked(_INSIDE_FIT, _steps_of_fit(seen.watch), notes)
     found += _located(seen, found)
     if seen.looks: notes.append(_time_spent(seen, not found))
+    if seen.part('graph') > .5 and (inside := seen.ask(_spent_inside)):
+        notes.append(f'inside the compiled step: {", ".join(inside)} of the time of its operations')
     return _ranked(found), notes
 
 def _ranked(findings: list[Finding]) -> list[Finding]:
