@@ -11,8 +11,8 @@ from tensorflow.python.framework import op_def_registry
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor import loop as page
 from xtts_nb.monitor.loop import (
-    _batch_of_each_shape, _CALLS_INPUT, _dataset_graph, drain, first_batches, _host_part, _IntervalTimer,
-    max_parallel_calls, operations, _prefetch_on_device, python_operations,
+    _batch_of_each_shape, _CALLS_INPUT, _dataset_graph, drain, _filled_at_once, first_batches, _host_part, _IntervalTimer,
+    max_parallel_calls, operations, _prefetch_on_device, python_operations, stage_seconds,
     period, run_iterations, stages, time_phases, with_parallel_calls)
 
 setup_tf(threads=2)
@@ -226,3 +226,13 @@ def test_the_largest_number_of_calls():
     tuned = numbers().map(same, num_parallel_calls=tf.data.AUTOTUNE)
     cases = numbers().map(same), tuned, parallel, on_device(parallel.with_options(options)), [1]
     assert [*map(max_parallel_calls, cases)] == [1, 1, 4, 8, 1]
+
+def test_a_large_shuffle_buffer_is_not_filled_again_to_time_the_stages():
+    counted = []
+    count = lambda i: counted.append(1) or i
+    rows = tf.data.Dataset.range(10**6).map(lambda i: tf.numpy_function(count, [i], tf.int64))
+    data = rows.shuffle(5000).batch(4)
+    assert {s.name for s, _ in stage_seconds(data, 1., 4)} == {'Range', 'Map', 'Shuffle', 'Batch'}
+    assert 100 < len(counted) < 5000
+    cached = tf.data.Dataset.range(9000).cache().shuffle(5000)
+    assert _filled_at_once(cached) is cached   # a pipeline of the graph has a cache of its own, which is empty

@@ -208,6 +208,32 @@ def _ticks(dataset, elements: int):
     if elements > 1: dataset = dataset.enumerate().filter(lambda i, *_: (i + 1) % elements == 0)
     return iter(dataset.map(lambda *_: 0))
 
+_LARGE_BUFFER = 256   # rows
+
+def _constant(graph, name: str, value: int) -> str:
+    node = graph.node.add(name=name, op='Const')
+    node.attr['value'].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64))
+    node.attr['dtype'].type = tf.int64.as_datatype_enum
+    return name
+
+def _of_graph(dataset, graph):
+    "The pipeline with another graph of its host part."
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    return _change_host_part(dataset, lambda host: tf.data.experimental.from_variant(variant, host.element_spec))
+
+def _filled_at_once(dataset):
+    "The pipeline with small shuffle buffers, since to fill a large one takes time and memory once more."
+    large = {d for d in _chain(dataset) if (_number(d, '_buffer_size') or 0) > _LARGE_BUFFER
+             and 'Shuffle' in type(d).__name__}
+    held = [t for d in _chain(dataset) for t in getattr(d, '_tensors', ())]   # the graph would hold them too
+    if not large or any('Cache' in type(d).__name__ for d in _chain(dataset)): return dataset   # with its rows
+    if sum(t.dtype.size * (t.shape.num_elements() or 0) for t in held) > 1e8: return dataset
+    if (graph := _dataset_graph(dataset)) is None: return dataset
+    few = _constant(graph, 'few', _LARGE_BUFFER)
+    for node in graph.node:
+        if node.op.startswith('ShuffleDataset'): node.input[1] = few
+    return _of_graph(dataset, graph)
+
 def stage_seconds(
     dataset,
     seconds: float = 8.0,     # for all of it, about
@@ -217,8 +243,7 @@ def stage_seconds(
     known = [s for s in stages(dataset) if s.elements and s.name not in ('Prefetch', 'Options', 'Repeat')]
     if not known: return []
     options, share = _host_part(dataset)[0].options(), seconds / len(known)
-    # one iterator at a time: each behind a shuffle fills a buffer of its own
-    of = lambda s: drain(_ticks(s.dataset.with_options(options), s.elements), batches, share)
+    of = lambda s: drain(_ticks(_filled_at_once(s.dataset).with_options(options), s.elements), batches, share)
     return [(s, steady_mean(of(s))) for s in known]
 
 # %% ../../nbs/monitor/loop.ipynb #fc2bbd16
@@ -244,11 +269,9 @@ def with_parallel_calls(
     "The same pipeline with `calls` parallel calls in its stages."
     graph = _dataset_graph(dataset)
     if graph is None: return None
-    number = graph.node.add(name='calls', op='Const')
-    number.attr['value'].tensor.CopyFrom(tf.make_tensor_proto(calls, tf.int64))
-    number.attr['dtype'].type = tf.int64.as_datatype_enum
+    number = _constant(graph, 'calls', calls)
     constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node   # not resources, texts
-                 if n.op == 'Const' and n.attr['dtype'] == number.attr['dtype']}
+                 if n.op == 'Const' and n.attr['dtype'].type == tf.int64.as_datatype_enum}
     for node in graph.node:
         if node.op == 'MapDataset' and not above:   # makes one call at a time
             node.op = 'ParallelMapDatasetV2'
@@ -256,10 +279,8 @@ def with_parallel_calls(
             node.attr['deterministic'].s = b'default'
             node.input.append('')
         at = _CALLS_INPUT.get(node.op)
-        if at and (not above or constants.get(node.input[at], 0) > above): node.input[at] = 'calls'
-    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
-    changed = lambda host: tf.data.experimental.from_variant(variant, host.element_spec)
-    return _change_host_part(dataset, changed)
+        if at and (not above or constants.get(node.input[at], 0) > above): node.input[at] = number
+    return _of_graph(dataset, graph)
 
 # %% ../../nbs/monitor/loop.ipynb #f647639b
 def max_parallel_calls(dataset) -> int:
