@@ -11,9 +11,9 @@ from tensorflow.python.framework import op_def_registry
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor import loop as page
 from xtts_nb.monitor.loop import (
-    _batch_of_each_shape, _CALLS_INPUT, _dataset_graph, drain, _filled_at_once, first_batches, _host_part, _IntervalTimer,
-    max_parallel_calls, operations, _prefetch_on_device, python_operations, stage_seconds,
-    period, run_iterations, stages, time_phases, with_parallel_calls)
+    _batch_of_each_shape, _CALLS_INPUT, _dataset_graph, drain, _filled_at_once, first_batches, _host_part,
+    _IntervalTimer, max_parallel_calls, operations, _prefetch_on_device, python_operations, period,
+    run_iterations, stage_seconds, stages, time_phases, with_parallel_calls)
 
 setup_tf(threads=2)
 
@@ -235,4 +235,4 @@ def test_a_large_shuffle_buffer_is_not_filled_again_to_time_the_stages():
     assert {s.name for s, _ in stage_seconds(data, 1., 4)} == {'Range', 'Map', 'Shuffle', 'Batch'}
     assert 100 < len(counted) < 5000
     cached = tf.data.Dataset.range(9000).cache().shuffle(5000)
-    assert _filled_at_once(cached) is cached   # a pipeline of the graph has a cache of its own, which is empty
+    assert _filled_at_once(cached) is cached   # that of a graph would be empty
