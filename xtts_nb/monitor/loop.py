@@ -219,7 +219,8 @@ def _constant(graph, name: str, value: int) -> str:
 def _of_graph(dataset, graph):
     "The pipeline with another graph of its host part."
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
-    return _change_host_part(dataset, lambda host: tf.data.experimental.from_variant(variant, host.element_spec))
+    made = lambda host: tf.data.experimental.from_variant(variant, host.element_spec)
+    return _change_host_part(dataset, made)
 
 def _filled_at_once(dataset):
     "The pipeline with small shuffle buffers, since to fill a large one takes time and memory once more."
@@ -243,7 +244,8 @@ def stage_seconds(
     known = [s for s in stages(dataset) if s.elements and s.name not in ('Prefetch', 'Options', 'Repeat')]
     if not known: return []
     options, share = _host_part(dataset)[0].options(), seconds / len(known)
-    of = lambda s: drain(_ticks(_filled_at_once(s.dataset).with_options(options), s.elements), batches, share)
+    again = lambda s: _ticks(_filled_at_once(s.dataset).with_options(options), s.elements)
+    of = lambda s: drain(again(s), batches, share)
     return [(s, steady_mean(of(s))) for s in known]
 
 # %% ../../nbs/monitor/loop.ipynb #fc2bbd16
