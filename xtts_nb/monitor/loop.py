@@ -227,7 +227,8 @@ def _filled_at_once(dataset):
     large = {d for d in _chain(dataset) if (_number(d, '_buffer_size') or 0) > _LARGE_BUFFER
              and 'Shuffle' in type(d).__name__}
     held = [t for d in _chain(dataset) for t in getattr(d, '_tensors', ())]   # the graph would hold them too
-    if not large or any('Cache' in type(d).__name__ for d in _chain(dataset)): return dataset   # with its rows
+    cached = any('Cache' in type(d).__name__ for d in _chain(dataset))   # that of a graph would be empty
+    if cached or not large: return dataset
     if sum(t.dtype.size * (t.shape.num_elements() or 0) for t in held) > 1e8: return dataset
     if (graph := _dataset_graph(dataset)) is None: return dataset
     few = _constant(graph, 'few', _LARGE_BUFFER)

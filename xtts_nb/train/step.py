@@ -399,7 +399,7 @@ class _CompiledStep:
 def _is_of_the_library(step) -> bool:
     "Whether a step is of this library: those have no `if` or `for` over tensors, so they need no AutoGraph."
     module = getattr(step, '__module__', None) or getattr(getattr(step, 'func', None), '__module__', None)
-    return str(module).startswith('xtts_nb.')
+    return isinstance(step, Update) or str(module).startswith('xtts_nb.')   # on this page too
 
 def _refused_operation(message: str) -> str:
     "The operation that XLA cannot compile, and the line that created it."
