@@ -206,8 +206,8 @@ def _say_times(text: str, language: str) -> str:
         front, unit, hour, minute = part['front'], part['unit'], part['hour'], part['minute']
         if not (unit or front and minute and part['mark'] == ':'): return m[0]
         if language == 'es' and not front and not minute: return m[0]   # a duration
-        hour, minute = int(hour), ' ' * (minute not in ('', '00')) + str(int(minute or 0) or '')
-        late = len(minute) == 2   # below ten
+        hour, late = int(hour), '01' <= minute <= '09'
+        minute = f' {_whole_words(minute, language)}' if minute.strip('0') else ''
         if language == 'en': return f'{hour}{" oh" * late}{minute} {unit.lower()} m'
         if language == 'de': return f'{front}{"ein" if hour == 1 else hour} Uhr{minute}'
         count = {1: 'una', 21: 'veintiuna'} if language == 'es' else {1: 'une', 21: 'vingt et une'}
