@@ -22,9 +22,11 @@ from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import POLICIES
 from xtts_nb.train.step import AdamW, averaged, learning_rate, compile_step, Update
 from xtts_nb.data.prepare import _choose_mode
+from xtts_nb.data.text import train_tokenizer
 from xtts_nb.settings import flat
 from xtts_nb.train.runs import new_run, open_cache
 from xtts_nb.speech.generate import Speaker, _reference_mels, _sample_code, _speaker_vector
+from xtts_nb.speech.long import _text_pieces
 from xtts_nb.train.trainer import _epochs_to_steps, Trainer
 from xtts_nb.train.parts import _Bank, _Crops, _DecoderUpdate, Windows, _window_samples
 
@@ -224,6 +226,9 @@ def qkv(config, world):
 
 def in_time(config, world): return speaker(config)._at_speed(tf.ones((1, 8, 2)))
 
+def pieces(config, world):
+    return _text_pieces(speaker(config, tokenizer=train_tokenizer(['km'], ['en'], 64)), '5 km', 'en')[0]
+
 # --- the table: key -> changed value, observer, settings on both sides --------------------------------------
 
 ADAPTED = {'training.gpt.finetune': 'lora', 'training.gpt.lora_rank': 4}
@@ -281,7 +286,7 @@ TABLE = (
     | rows('training.decoder', critic_maps, windows=(512,))
     | rows('speech', spoken, DRAWN, temperature=0., top_k=2, top_p=0.1, repetition_penalty=5.)
     | rows('speech', in_time, speed=2.) | rows('speech', sounding, decoder_precision='bfloat16')
-    | rows('speech', qkv, weights='int8')
+    | rows('speech', qkv, weights='int8') | rows('speech', pieces, as_written=True)
     | rows('speech', prompt, HEARD, max_reference_seconds=0.6, reference_seconds=2.6,
            reference_chunk_seconds=1.))
 

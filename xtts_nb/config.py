@@ -445,6 +445,7 @@ class SpeechConfig(Section):
     top_p: float = Field(0.85, ge=0, le=1)   # sample from the likeliest codes up to this total probability
     repetition_penalty: float = Field(1.0, gt=0)     # of codes already generated; 1: no penalty
     speed: float = Field(1.0, ge=0.25, le=4)         # 2 is twice as fast, at the same pitch
+    as_written: bool = False   # leave units, dates and addresses to the cleaner
     decoder_precision: Literal['float32', 'bfloat16'] = 'float32'   # of the convolutions of HiFi-GAN
     weights: Literal['float', 'int8'] = 'float'   # of the GPT's blocks, while codes are made
     max_reference_seconds: float = Field(30.0, ge=0.5)   # used of each recording; the rest is ignored

@@ -76,7 +76,7 @@ def speaker(small):
     "The part of a speaker that knows what can be said."
     tokenizer = train_tokenizer(['Aa bb, cc dd! Ee ff gg hh.'] * 9, ['en'])
     made = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=small), rates={}, decoder=True,
-                           sampling=Sampling(temperature=0.5), speech=SimpleNamespace(speed=1.))
+                           sampling=Sampling(temperature=0.5), speech=small.speech)
     made._ids = partial(Speaker._ids, made)
     return made
 

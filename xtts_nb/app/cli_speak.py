@@ -26,6 +26,7 @@ _Voices = option(Path, 'Folder of saved voices.')
 _DecoderPrecision = option(str | None, 'Precision of HiFi-GAN: float32, or bfloat16 where the CPU has it.')
 _Weights = option(str | None, 'Weights of the GPT in speech: float, or int8, which a CPU reads faster.')
 _SayAs = option(Path | None, 'YAML file of pronunciations; in each line WORD: as it is said.', **EXISTS)
+_AsWritten = option(bool, 'Leave units, dates, telephone numbers, addresses to the cleaner.', '--as-written')
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0012
 def _text_of(text: str | None, file: Path | None) -> str:
@@ -73,7 +74,8 @@ def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool)
 
 # %% ../../nbs/app/cli_speak.ipynb #5d65bdf9
 @_speech('say', example="'Hello there.' --model runs/mine --voice me.wav", groups={
-    'Speech': 'say_as temperature top_k top_p repetition_penalty speed seed decoder_precision weights',
+    'Speech': 'say_as as_written temperature top_k top_p repetition_penalty speed seed decoder_precision '
+              'weights',
     'Faults': 'retries check_words', 'Output': 'out stream pcm'})
 def _say(
     model: Model,
@@ -83,6 +85,7 @@ def _say(
     text_file: option(Path | None, 'File with the text, in UTF-8; - reads stdin.') = None,
     language: option(str, 'Language of the text; auto detects it for each sentence.') = 'en',
     say_as: _SayAs = None,
+    as_written: _AsWritten = False,
     out: option(Path | None, 'WAV file to write; default: say.wav.') = None,
     temperature: option(float | None, '0 takes the most probable code; higher values vary more.') = None,
     top_k: option(int | None, 'Sample from at most this many of the most probable codes.') = None,
@@ -104,7 +107,8 @@ def _say(
     The file is written as it is spoken. If the command is killed, give it again: it continues."""
     settings = _speech_settings(model, temperature=temperature, top_k=top_k, top_p=top_p,
                                 repetition_penalty=repetition_penalty, speed=speed,
-                                decoder_precision=decoder_precision, weights=weights)
+                                decoder_precision=decoder_precision, weights=weights,
+                                as_written=as_written or None)
     from xtts_nb.files import check_writable
     from xtts_nb.speech.voices import find_voice, _voice_files
     text = _text_of(text, text_file)
@@ -354,7 +358,7 @@ def _aliases(given: list[str]) -> dict[str, str]:
 @_speech('serve', example='--model runs/mine --voices voices --port 8000', groups={
     'Network': 'port host key cors allow_host private_lists',
     'Load': 'rows queue wait max_characters grace',
-    'Speech': 'language say_as decoder_precision weights'})
+    'Speech': 'language say_as as_written decoder_precision weights'})
 def _serve(
     model: Model,
     voices: option(Path, 'Folder of saved voices; it may change while the service runs.', **FOLDER),
@@ -366,6 +370,7 @@ def _serve(
                                  'the first of the model.') = None,
     rows: option(int, 'Texts that are spoken at once.', min=1) = 8,
     say_as: _SayAs = None,
+    as_written: _AsWritten = False,
     decoder_precision: _DecoderPrecision = None,
     weights: _Weights = None,
     queue: option(int, 'Texts that may wait; beyond them clients get status 429.', min=1) = 64,
@@ -380,8 +385,9 @@ def _serve(
 ):
     "Speak for other programs over HTTP, as OpenAI's /v1/audio/speech; / is a page to type and listen."
     key = os.environ.get('XTTS_NB_KEY') if key is None else key   # typer takes an empty one for none
-    settings, aliases = _speech_settings(model, decoder_precision=decoder_precision,
-                                         weights=weights), _aliases(voice_alias)
+    settings = _speech_settings(model, decoder_precision=decoder_precision, weights=weights,
+                                as_written=as_written or None)
+    aliases = _aliases(voice_alias)
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker

@@ -475,10 +475,12 @@ def _parts(text: str, language: str) -> str:
     words = lambda m: _whole_words(m[1], language) + '.'   # not an ordinal: a year, the last word of a text
     return re.sub(r'([0-9]{3,}|[0-9]+(?=\.["”»)\s]*$))\.(?=\W|$)', words, text)
 
+_THIN_SPACES = re.compile(r'(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))')   # between thousands
+
 def _written_out(text: str, language: str) -> str:
     "`text`, tidy, with numbers and signs as people mean them; plain numbers may stay digits."
     language = fold_language(language).split('-')[0]
-    text = re.sub(r'(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))', '', text)   # between thousands
+    text = _THIN_SPACES.sub('', text)
     text = re.sub(r'[\x00-\x08\x0e-\x1f\x7f-\x9f]+', ' ', text)
     text = _plain_digits(_tidy(text)).replace('ـ', '')   # the stroke that widens Arabic words
     if language in ('tr', 'az'): text = text.replace('I', 'ı')
@@ -738,15 +740,12 @@ def _sentence(text: str, language: str) -> str:
     text = (first if len(first) == 1 else text[:1]) + text[1:]
     return text + '.' * (text.rstrip('])}"\'”’»›」』）】〉》')[-1:] not in _ENDS)
 
-def plain_markdown(
-    text: str,
-    language: str = '',
-) -> str:
-    "A text without its Markdown: chat programs send it, and nobody says it."
+def _unmarked(text: str, language: str) -> str:
+    "As `plain_markdown`, with whole addresses."
     text = _MATH.sub(r'\1', _NOTE.sub('', text))
     keep = lambda m: m[0] if _TAG.fullmatch(m[1]) or f'</{m[1]}>' in text else f' {m[1]} '   # <name>
     text = re.sub(r'<([A-Za-z]\w{0,30}(?: \w{1,30})?)>', keep, text)
-    if not _MARKED.search(text): return _ADDRESS.sub(r'\1', text)
+    if not _MARKED.search(text): return text
     parts, block, depth, number, cells = [], 0, 0, '', None   # of `parts`: text, block of its sentences
     for token in _markdown('](' in text).parse(_BULLET.sub(r'\1- ', text)):
         block += token.level == 0 and token.nesting > 0
@@ -761,8 +760,14 @@ def plain_markdown(
             parts.append((number + _sentence(content, language), block) if depth else (content, None))
             number = ''
     gaps = [' ' if a and a == b else '\n\n' for (_, a), (_, b) in pairwise([*parts, ('', None)])]
-    said = ''.join(chain(*zip((part for part, _ in parts), gaps))).rstrip('\n')
-    return _ADDRESS.sub(r'\1', said)   # its path cannot be said
+    return ''.join(chain(*zip((part for part, _ in parts), gaps))).rstrip('\n')
+
+def plain_markdown(
+    text: str,
+    language: str = '',
+) -> str:
+    "A text without its Markdown: chat programs send it, and nobody says it."
+    return _ADDRESS.sub(r'\1', _unmarked(text, language))   # the path of an address cannot be said
 
 # %% ../../nbs/data/text.ipynb #b1328290
 class Speakable(NamedTuple):

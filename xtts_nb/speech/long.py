@@ -18,7 +18,8 @@ import yaml
 
 from ..config import UserError
 from ..data.sentences import break_places, PARAGRAPH, _sentences, sentences, separable, SPACE
-from ..data.text import NothingToSay, plain_markdown, Speakable
+from ..data.spoken import spoken_form
+from ..data.text import NothingToSay, plain_markdown, Speakable, _unmarked
 from .generate import piece_seeds, Speaker
 
 # %% ../../nbs/speech/long.ipynb #7335a827
@@ -193,11 +194,13 @@ def _text_pieces(
         spoken = int(1.4 * speaker.max_codes / rate.most)   # within one clip
         return min(most, max(16, min(spoken, rate.longest or most)))
     said = lambda piece, l: tokenizer.speakable(piece, l).text
+    form = (lambda part, l: part) if speaker.speech.as_written else spoken_form
+    plain = plain_markdown if speaker.speech.as_written else _unmarked
     fits = lambda l: lambda piece: len(tokenizer.encode(said(piece, l), l)) <= room(l)
     # marks divide a text, whether they are said or not
-    pieces = [p._replace(notes=() if i else _notes(tokenizer.speakable(part, l)))
+    pieces = [p._replace(notes=() if i else _notes(tokenizer.speakable(form(part, l), l)))
               for n, (part, l) in enumerate(runs)
-              for i, p in enumerate(_split_text(plain_markdown(part, l), l, fits(l), soon and not n))]
+              for i, p in enumerate(_split_text(form(plain(part, l), l), l, fits(l), soon and not n))]
     says = lambda p: any(map(str.isalnum, said(p.text, p.language)))
     return pieces, [len(speaker._ids(p.text, p.language)) if says(p) else 0 for p in pieces]
 
