@@ -215,6 +215,33 @@ def test_a_page_of_another_site_cannot_fill_the_places(client, service, headers,
     assert client.post(_SPEECH, json=ASKED,
                        headers=headers | {'Authorization': 'Bearer k'}).status_code == 200
 
+def test_the_voice_comes_with_the_request(client, toy, service, singer, tmp_path):
+    toy.speaker.listen = singer.listen
+    asked = ASKED | {'input': 'cc dd', 'seed': '7', 'sample_rate': '24000', 'speed': '2', 'model': ''}
+    def sent(wav=synthetic_voice(1.), rate=22050, path=_SPEECH, form=asked, **files):
+        soundfile.write(tmp_path / 'me.wav', wav, rate)
+        files = files or {'voice_file': ('../../me', (tmp_path / 'me.wav').read_bytes())}
+        return client.post(path, data=form, files=files, headers={'Authorization': 'Bearer any'})
+    for path in (_SPEECH, f'{_SPEECH}/upload'):
+        answer, said = sent(path=path), toy.submitted[-1]
+        assert answer.status_code == 200 and said.text == 'cc dd' and said.given[2:] == (7, 2.)
+        heard = singer.listen(tmp_path / 'me.wav')
+        for x, y in zip(said.given[1], heard): np.testing.assert_array_equal(x, y)
+    assert sent(voice_file=(None, '')).status_code == 200 and toy.submitted[-1].given[1] == 'A'
+    count, noise = len(toy.submitted), np.random.default_rng(0).normal(size=(9000, 9))
+    pickled = ('a.pth', b'\x80\x04\x95\x0c\x00cos\nsystem\n')
+    for wrong in (dict(voice_file=pickled), dict(voice_file=('a', b'')), dict(voice_file=(None, 'a')),
+                  dict(other=pickled), dict(wav=np.zeros(44100)), dict(wav=np.ones(99)), dict(rate=22051),
+                  dict(wav=noise), dict(form=asked | {'seed': 'x'}),
+                  dict(voice_file=pickled, other=pickled)):
+        error = sent(**wrong).json()['error']
+        assert error['type'] == 'invalid_request_error' and '/' not in error['message'].split(' ')[0]
+    assert sent(voice_file=('a', bytes(serving._FORM_BYTES))).status_code == 413
+    service.forms = 2   # as many as rows
+    assert sent().status_code == 429 and len(toy.submitted) == count and not service.open
+    form = client.post(_SPEECH, data=asked, files={'voice_file': pickled})
+    assert form.status_code == 415   # a page of another site can send it
+
 def test_a_full_queue(client, service):
     "Two rows, and three may wait."
     service.open = 4
