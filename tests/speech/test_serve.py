@@ -7,8 +7,11 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -452,6 +455,43 @@ def test_sigterm_finishes_what_is_under_way(service, toy):
     thread.join(5)
     assert answers['late'].status_code == 503 and answers['late'].headers['retry-after']
     assert answers['first'].status_code == 200 and len(answers['first'].content) == 6 * PART and toy.closed
+
+def test_an_idle_service_ends(service, toy):
+    "But not while it speaks."
+    toy.go.clear()
+    with served(service, idle=99.) as url, ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.post, url + _SPEECH, json=ASKED)
+        until(lambda: service.open)
+        service.used -= 100
+        time.sleep(0.3)
+        toy.go.set()
+        assert len(answer.result().content) == 6 * PART and not toy.closed
+        service.used -= 100
+        until(lambda: toy.closed)
+
+CHILD = """if True:
+    import os, sys
+    from xtts_nb.app.cli_speak import _while_used
+    from xtts_nb.files import _listener
+    listener = _listener('127.0.0.1', 0)
+    print(listener.getsockname()[1], flush=True)
+    _while_used(listener)
+    client = listener.accept()[0]
+    client.sendall(str(os.getpid()).encode())
+    sys.exit(len(client.recv(9)))"""
+
+def test_the_next_client_starts_a_process_that_has_ended():
+    "And a signal ends both."
+    with subprocess.Popen([sys.executable, '-c', CHILD], stdout=-1, stderr=-1) as parent:   # -1: a pipe
+        port, seen = int(parent.stdout.readline()), {parent.pid}
+        for last in (False, False, True):
+            with socket.create_connection(('127.0.0.1', port), 20) as client:
+                seen.add(int(client.recv(9)))
+                if last:
+                    parent.terminate()
+                    assert parent.wait(9) == 128 + signal.SIGTERM and not client.recv(9)
+            if not last: assert b'idle' in parent.stderr.readline()
+    assert len(seen) == 4
 
 # --- the page -----------------------------------------------------------------------------------------------
 

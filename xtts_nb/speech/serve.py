@@ -33,7 +33,7 @@ from fastcore.basics import patch
 
 from ..config import UserError
 from ..data.audio import load_audio, open_audio, _pcm16
-from ..files import _raise_file_limit
+from ..files import _listener, _raise_file_limit
 
 try:
     import anyio, av, python_multipart, uvicorn   # noqa: F401
@@ -335,6 +335,7 @@ class SpeechService:
         self.forms, self.listening = 0, anyio.CapacityLimiter(1)   # forms that arrive; recordings at once
         self.rows, self.formats = len(engine.rows.streams), _sound_formats()
         self.open, self.ends = 0, None   # requests under way; when the last must have ended, after SIGTERM
+        self.used = time.monotonic()     # when the last one ended
         self.threads = anyio.CapacityLimiter(self.rows + queue)
         self.restarts = self.whole = 0   # of the engine; requests spoken to their end since the last one
 
@@ -408,7 +409,7 @@ def place(self: SpeechService):
     self.admit()
     self.open += 1
     try: yield
-    finally: self.open -= 1
+    finally: self.open, self.used = self.open - 1, time.monotonic()
 
 @patch
 @contextmanager
@@ -778,9 +779,10 @@ class _Connection(H11Protocol):
 # %% ../../nbs/speech/serve.ipynb #5e7e0027
 class _Server(uvicorn.Server):
     "Ends when the last request has ended."
-    def __init__(self, config: uvicorn.Config, service: SpeechService, grace: float):
+    def __init__(self, config: uvicorn.Config, service: SpeechService, grace: float, idle: float):
         super().__init__(config)
-        self.service, self.grace = service, grace
+        self.service, self.grace, self.idle = service, grace, idle
+        service.used = time.monotonic()
 
     def handle_exit(self, sig, frame):
         if self.service.ends: self.should_exit = self.force_exit = True
@@ -790,33 +792,26 @@ class _Server(uvicorn.Server):
         ends = self.service.ends
         if ends and (not self.service.open or time.monotonic() > ends or self.service.engine.overdue):
             self.should_exit = True
+        if time.monotonic() > self.service.used + self.idle and not self.server_state.tasks:
+            self.should_exit = True
         if self.service.engine.failed and not await run_sync(self.service.revive): self.should_exit = True
         return await super().on_tick(counter)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0028
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ':' in host else socket.AF_INET
-    try: return socket.create_server((host, port), backlog=2048, family=family)
-    except OSError as error:
-        raise UserError(f'{host}, port {port}: {error.strerror}; choose another by --port.') from None
-
-def _check_port(host: str, port: int):
-    "Raises `UserError` if `serve` cannot listen there."
-    _listener(host, port).close()
-
 def serve(
     service: SpeechService,
     host: str = '127.0.0.1',
-    port: int = 8000,                        # 0: a free one
+    port: int | socket.socket = 8000,        # 0: a free one; or a socket that listens
     grace: float = 30.,                      # seconds for the requests under way, after SIGTERM
     connections: int = 1000,
     request_seconds: float = _REQUEST_SECONDS,  # until a connection must have sent a request
     stall_seconds: float = 30.,              # that a client may take nothing of what was sent
+    idle: float = np.inf,                    # seconds without a request for speech, after which it ends
     ready=print,                             # called with the address
     log=print,                               # called with a line for each request, and a warning
 ):
     "Answer requests until SIGTERM or Ctrl-C; raises `RuntimeError` if the engine fails."
-    listener = _listener(host, port)
+    listener = _listener(host, port) if isinstance(port, int) else port
     if hasattr(socket, 'TCP_USER_TIMEOUT'):   # Linux; connections inherit it
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * stall_seconds))
     service.hosts.add(host.lower())
@@ -829,7 +824,7 @@ def serve(
     name = f'[{host}]' if ':' in host else host
     ready(f'http://{name}:{listener.getsockname()[1]}')
     try:
-        _Server(config, service, grace).run([listener])
+        _Server(config, service, grace, idle).run([listener])
         if failed := service.engine.failed:
             raise RuntimeError('The engine failed again, so the service ends; restart it.') from failed
     finally: service.engine.close()
