@@ -459,7 +459,7 @@ def voice_of(self: SpeechService, file: str):
                                 'convert it to 44100 Hz and one channel.')
         return speaker.listen(load_audio(file, rate, end=_VOICE_SECONDS))
     except UserError as error:
-        message = str(error).replace(file, 'voice_file')
+        message = str(error).replace(file, 'voice_file').replace('the reference:', 'voice_file:')
         raise ServiceError(400, message, 'voice_file', 'invalid_voice') from None
 
 @patch
