@@ -549,6 +549,13 @@ def _raise_file_limit(wanted: int) -> int:
             soft = more
     return wanted if soft == resource.RLIM_INFINITY else soft
 
+def _listener(host: str, port: int) -> socket.socket:
+    "A socket that listens; raises `UserError` where it cannot."
+    family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    try: return socket.create_server((host, port), backlog=2048, family=family)
+    except OSError as error:
+        raise UserError(f'{host}, port {port}: {error.strerror}; choose another by --port.') from None
+
 # %% ../nbs/base/files.ipynb #d434d2d9
 _JOINERS = '\u200c\u200d'   # within words of Persian and Indic scripts
 

@@ -7,8 +7,11 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -214,6 +217,33 @@ def test_a_page_of_another_site_cannot_fill_the_places(client, service, headers,
     service.key = 'k'
     assert client.post(_SPEECH, json=ASKED,
                        headers=headers | {'Authorization': 'Bearer k'}).status_code == 200
+
+def test_the_voice_comes_with_the_request(client, toy, service, singer, tmp_path):
+    toy.speaker.listen = singer.listen
+    asked = ASKED | {'input': 'cc dd', 'seed': '7', 'sample_rate': '24000', 'speed': '2', 'model': ''}
+    def sent(wav=synthetic_voice(1.), rate=22050, path=_SPEECH, form=asked, **files):
+        soundfile.write(tmp_path / 'me.wav', wav, rate)
+        files = files or {'voice_file': ('../../me', (tmp_path / 'me.wav').read_bytes())}
+        return client.post(path, data=form, files=files, headers={'Authorization': 'Bearer any'})
+    for path in (_SPEECH, f'{_SPEECH}/upload'):
+        answer, said = sent(path=path), toy.submitted[-1]
+        assert answer.status_code == 200 and said.text == 'cc dd' and said.given[2:] == (7, 2.)
+        heard = singer.listen(tmp_path / 'me.wav')
+        for x, y in zip(said.given[1], heard): np.testing.assert_array_equal(x, y)
+    assert sent(voice_file=(None, '')).status_code == 200 and toy.submitted[-1].given[1] == 'A'
+    count, noise = len(toy.submitted), np.random.default_rng(0).normal(size=(9000, 9))
+    pickled = ('a.pth', b'\x80\x04\x95\x0c\x00cos\nsystem\n')
+    for wrong in (dict(voice_file=pickled), dict(voice_file=('a', b'')), dict(voice_file=(None, 'a')),
+                  dict(other=pickled), dict(wav=np.zeros(44100)), dict(wav=np.ones(99)), dict(rate=22051),
+                  dict(wav=noise), dict(form=asked | {'seed': 'x'}),
+                  dict(voice_file=pickled, other=pickled)):
+        error = sent(**wrong).json()['error']
+        assert error['type'] == 'invalid_request_error' and '/' not in error['message'].split(' ')[0]
+    assert sent(voice_file=('a', bytes(serving._FORM_BYTES))).status_code == 413
+    service.forms = 2   # as many as rows
+    assert sent().status_code == 429 and len(toy.submitted) == count and not service.open
+    form = client.post(_SPEECH, data=asked, files={'voice_file': pickled})
+    assert form.status_code == 415   # a page of another site can send it
 
 def test_a_full_queue(client, service):
     "Two rows, and three may wait."
@@ -425,6 +455,43 @@ def test_sigterm_finishes_what_is_under_way(service, toy):
     thread.join(5)
     assert answers['late'].status_code == 503 and answers['late'].headers['retry-after']
     assert answers['first'].status_code == 200 and len(answers['first'].content) == 6 * PART and toy.closed
+
+def test_an_idle_service_ends(service, toy):
+    "But not while it speaks."
+    toy.go.clear()
+    with served(service, idle=99.) as url, ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.post, url + _SPEECH, json=ASKED)
+        until(lambda: service.open)
+        service.used -= 100
+        time.sleep(0.3)
+        toy.go.set()
+        assert len(answer.result().content) == 6 * PART and not toy.closed
+        service.used -= 100
+        until(lambda: toy.closed)
+
+CHILD = """if True:
+    import os, sys
+    from xtts_nb.app.cli_speak import _while_used
+    from xtts_nb.files import _listener
+    listener = _listener('127.0.0.1', 0)
+    print(listener.getsockname()[1], flush=True)
+    _while_used(listener)
+    client = listener.accept()[0]
+    client.sendall(str(os.getpid()).encode())
+    sys.exit(len(client.recv(9)))"""
+
+def test_the_next_client_starts_a_process_that_has_ended():
+    "And a signal ends both."
+    with subprocess.Popen([sys.executable, '-c', CHILD], stdout=-1, stderr=-1) as parent:   # -1: a pipe
+        port, seen = int(parent.stdout.readline()), {parent.pid}
+        for last in (False, False, True):
+            with socket.create_connection(('127.0.0.1', port), 20) as client:
+                seen.add(int(client.recv(9)))
+                if last:
+                    parent.terminate()
+                    assert parent.wait(9) == 128 + signal.SIGTERM and not client.recv(9)
+            if not last: assert b'idle' in parent.stderr.readline()
+    assert len(seen) == 4
 
 # --- the page -----------------------------------------------------------------------------------------------
 

@@ -6,9 +6,14 @@
 __all__ = ['Model']
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0003
+import ctypes
 import os
+import select
+import signal
+import socket
 import sys
 import tempfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -346,6 +351,32 @@ def _evaluate(
     if record: write_record('evaluate', found.scores, **found.about)
     return result, text
 
+# %% ../../nbs/app/cli_speak.ipynb #f0a70005
+def _while_used(listener: socket.socket):
+    "Returns in a child process; when that has ended without a fault, the next client starts another."
+    if not hasattr(os, 'fork'):
+        from xtts_nb.config import UserError
+        raise UserError('--idle needs Linux or macOS; leave it out.')
+    child, ended = 0, []
+    def end(signum, frame):
+        ended.append(signum)
+        if not child: sys.exit()   # nobody is served
+        with suppress(ProcessLookupError): os.kill(child, signal.SIGTERM)
+
+    usual = {s: signal.signal(s, end) for s in (signal.SIGINT, signal.SIGTERM)}
+    while True:
+        signal.pthread_sigmask(signal.SIG_BLOCK, usual)   # until the child is known
+        if not (child := os.fork()):
+            os.setpgid(0, 0)       # Ctrl-C comes from the parent alone
+            with suppress(AttributeError): ctypes.CDLL(None).prctl(1, signal.SIGTERM)   # after the parent
+            for s, handler in usual.items(): signal.signal(s, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, usual)
+        if not child: return
+        code, child = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0
+        if code or ended: sys.exit(code if code >= 0 else 128 - code)
+        to_stderr('The service is idle and its memory free; the next client starts it again.')
+        select.select([listener], [], [])
+
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec002
 def _aliases(given: list[str]) -> dict[str, str]:
     "`NAME=VOICE` as a table."
@@ -357,7 +388,7 @@ def _aliases(given: list[str]) -> dict[str, str]:
 
 @_speech('serve', example='--model runs/mine --voices voices --port 8000', groups={
     'Network': 'port host key cors allow_host private_lists',
-    'Load': 'rows queue wait max_characters grace',
+    'Load': 'rows queue wait max_characters grace idle',
     'Speech': 'language say_as as_written decoder_precision weights'})
 def _serve(
     model: Model,
@@ -377,6 +408,8 @@ def _serve(
     wait: option(float, 'Seconds that a text may wait; then its client gets status 503.', min=0) = 30.,
     max_characters: option(int, 'Most characters in the text of a request.', min=1) = 4096,
     grace: option(float, 'Seconds for the requests under way after SIGTERM or Ctrl-C.', min=0) = 30.,
+    idle: option(float | None, 'Minutes without a request for speech, after which the model leaves memory '
+                               'until the next client connects. Default: it stays.', min=0.01) = None,
     voice_alias: option(list[str], 'Another name of a voice, NAME=VOICE; may be repeated.') = (),
     cors: option(list[str], 'Web site whose pages may speak here, http://HOST:PORT; may be repeated.') = (),
     allow_host: option(list[str], 'Name of this service for clients without a key; may be repeated.') = (),
@@ -388,16 +421,18 @@ def _serve(
     settings = _speech_settings(model, decoder_precision=decoder_precision, weights=weights,
                                 as_written=as_written or None)
     aliases = _aliases(voice_alias)
+    from xtts_nb.files import _listener
+    listener = _listener(host, port)
+    if idle: _while_used(listener)
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
     from xtts_nb.speech.guard import run_rates
     from xtts_nb.speech.long import say_as as pronounced
-    from xtts_nb.speech.serve import _check_port, _refuse_empty, serve, SpeechService, VoiceFolder
+    from xtts_nb.speech.serve import _refuse_empty, serve, SpeechService, VoiceFolder
     from xtts_nb.speech.stream import Engine
     from xtts_nb.speech.voices import load_voice, voice_model
     _refuse_empty(key)
-    _check_port(host, port)
     said = pronounced(say_as) if say_as else str
     with progress() as tell:
         tell('load the model', 0, 1)
@@ -409,7 +444,7 @@ def _serve(
                                 allow_host, private_lists, said)
         tell('compile', 0, 1)
         engine.warm_up()
-    serve(service, host, port, grace, log=to_stderr,
+    serve(service, host, listener, grace, idle=60 * (idle or float('inf')), log=to_stderr,
           ready=lambda url: to_stderr(f'Ready: {url}, voices: {len(folder())}. Ctrl-C ends the service.'))
     if engine.calls:   # one hangs, and would keep the process
         to_stderr('A call of TensorFlow has not returned; the process ends without it.')

@@ -13,12 +13,14 @@ import ipaddress
 import json
 import re
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import aclosing, contextmanager, ExitStack, suppress
+from contextlib import aclosing, contextmanager, ExitStack, nullcontext, suppress
 from datetime import datetime
 from functools import cache, partial
 from importlib.resources import files
@@ -30,11 +32,11 @@ import pydantic
 from fastcore.basics import patch
 
 from ..config import UserError
-from ..data.audio import _pcm16
-from ..files import _raise_file_limit
+from ..data.audio import load_audio, open_audio, _pcm16
+from ..files import _listener, _raise_file_limit
 
 try:
-    import anyio, av, uvicorn
+    import anyio, av, python_multipart, uvicorn   # noqa: F401
     from anyio.to_thread import run_sync
     from fastapi import FastAPI, Request
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -42,6 +44,7 @@ try:
         CollectorRegistry, Counter, disable_created_metrics, Gauge, generate_latest, Histogram)
     from starlette.datastructures import Headers
     from starlette.exceptions import HTTPException
+    from starlette.formparsers import MultiPartException, MultiPartParser
     from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -50,6 +53,7 @@ except ImportError as e:
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0005
 _RATE = 24000   # Hz, of the sound that OpenAI sends; its clients play PCM at this rate without a question
+_RATES = 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000
 VOICES = ('alloy', 'ash', 'ballad', 'cedar', 'coral', 'echo', 'fable', 'marin', 'nova', 'onyx', 'sage',
           'shimmer', 'verse')   # OpenAI's
 
@@ -61,7 +65,7 @@ class SpeechBody(pydantic.BaseModel, extra='allow'):
     speed: float | None = pydantic.Field(None, ge=0.25, le=4)   # none, of each number: as the model says
     response_format: Literal['mp3', 'opus', 'aac', 'flac', 'wav', 'pcm'] = 'mp3'
     stream_format: Literal['audio', 'sse'] = 'audio'
-    sample_rate: Literal[8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000] = _RATE
+    sample_rate: Literal[_RATES] = _RATE
     language: str | None = pydantic.Field(None, max_length=20)
     seed: int | None = pydantic.Field(None, ge=0, le=2**31 - 1)
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
@@ -69,6 +73,7 @@ class SpeechBody(pydantic.BaseModel, extra='allow'):
     top_p: float | None = pydantic.Field(None, ge=0, le=1)
     repetition_penalty: float | None = pydantic.Field(None, ge=1, le=20)
     _tokens: int = 0   # of the text
+    _recording: str | None = None   # a file, if the voice came with the request
 
     @pydantic.model_validator(mode='before')
     @classmethod
@@ -116,27 +121,60 @@ def _error_answer(error: ServiceError) -> JSONResponse:
                                    'code': error.code}}, error.status, error.headers)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e000a
-_BODY_BYTES = 2**20
+_BODY_BYTES, _FORM_BYTES = 2**20, 2**24   # a minute of uncompressed stereo fits into a form
 _REQUEST_SECONDS = 15.   # for the head of a request, and for its body
+
+def _is_form(headers: Headers) -> bool: return _media_type(headers) == 'multipart/form-data'
+
+def _media_type(headers: Headers) -> str:
+    return headers.get('content-type', '').partition(';')[0].strip().lower()
+
+async def _body_parts(request: Request, most: int) -> AsyncIterator[bytes]:
+    "The body as it comes; raises `ServiceError` for more than `most` bytes."
+    too_large = ServiceError(413, f'The body is larger than {most} bytes.', code='request_too_large',
+                             Connection='close')
+    if int(request.headers.get('content-length', 0)) > most: raise too_large
+    async for part in request.stream():
+        if (most := most - len(part)) < 0: raise too_large
+        yield part
 
 async def _read_request(request: Request) -> SpeechBody:
     "The checked body; raises `ServiceError`."
-    body, too_large = bytearray(), ServiceError(
-        413, f'The body is larger than {_BODY_BYTES} bytes.', code='request_too_large', Connection='close')
-    if int(request.headers.get('content-length', 0)) > _BODY_BYTES: raise too_large
     try:
         async with asyncio.timeout(_REQUEST_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > _BODY_BYTES: raise too_large
+            if _is_form(request.headers): given, recording = await _read_form(request)
+            else: given = b''.join([part async for part in _body_parts(request, _BODY_BYTES)])
     except TimeoutError:
         raise ServiceError(408, f'The body did not arrive within {_REQUEST_SECONDS:g} s.',
                            Connection='close') from None
-    try: return SpeechBody.model_validate_json(body)
+    try:
+        if isinstance(given, bytes): return SpeechBody.model_validate_json(given)
+        wanted = SpeechBody.model_validate(given)
+        wanted._recording = recording
+        return wanted
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = '.'.join(map(str, first['loc'])) or None
         raise ServiceError(400, _fault_text(first), where, first['type']) from None
+
+# %% ../../nbs/speech/serve.ipynb #f0a70002
+async def _read_form(request: Request) -> tuple[dict, str | None]:   # fields, and the file of the recording
+    "A form; its recording is in a temporary file until the request ends."
+    parts = _body_parts(request, _FORM_BYTES)
+    try: form = await MultiPartParser(request.headers, parts, max_files=1, max_fields=40).parse()
+    except MultiPartException as error:
+        raise ServiceError(400, f'The form is not readable: {error.message}', Connection='close') from None
+    fields, sent = {name: v for name, v in form.items() if v != ''}, form.get('voice_file')
+    uploads = [name for name, v in form.items() if not isinstance(v, str)]
+    if 'voice_file' in fields and not uploads or {*uploads} - {'voice_file'}:
+        raise ServiceError(400, 'Send the recording of a voice as the file "voice_file".', 'voice_file')
+    if (rate := fields.get('sample_rate', '')).isdecimal(): fields['sample_rate'] = int(rate)
+    if not uploads: return fields, None
+    del fields['voice_file']
+    file = request.scope['place'].enter_context(tempfile.NamedTemporaryFile(prefix='xtts_nb-'))
+    with sent.file: await run_sync(shutil.copyfileobj, sent.file, file)
+    file.flush()
+    return fields, file.name
 
 # %% ../../nbs/speech/serve.ipynb #5e7e000c
 _FORMATS = {   # media type; container, codec and bit/s for FFmpeg
@@ -294,8 +332,10 @@ class SpeechService:
         self.aliases, self.origins, self.hosts = aliases or {}, tuple(origins), {*hosts}
         self.private_lists, self.say_as = private_lists, say_as
         self.ignored = set()   # names of fields without effect
+        self.forms, self.listening = 0, anyio.CapacityLimiter(1)   # forms that arrive; recordings at once
         self.rows, self.formats = len(engine.rows.streams), _sound_formats()
         self.open, self.ends = 0, None   # requests under way; when the last must have ended, after SIGTERM
+        self.used = time.monotonic()     # when the last one ended
         self.threads = anyio.CapacityLimiter(self.rows + queue)
         self.restarts = self.whole = 0   # of the engine; requests spoken to their end since the last one
 
@@ -325,9 +365,12 @@ def check_sender(self: SpeechService, method: str, headers: Headers):
     if not _is_local(name := re.sub(r':\d*$', '', host.lower())) and name not in self.hosts:
         raise ServiceError(403, f'"{name[:80]}" is not a name of this service; allow it with --allow-host.')
     if method != 'POST': return
-    kind = headers.get('content-type')
-    if kind and kind.partition(';')[0].strip().lower() != 'application/json':
-        raise ServiceError(415, f'The body is {kind[:40]}; send JSON as application/json.')
+    kind, scheme = _media_type(headers), headers.get('authorization', '').partition(' ')[0].lower()
+    if _is_form(headers) and scheme != 'bearer':
+        raise ServiceError(415, 'A form needs the header "Authorization: Bearer any" here, which a page of '
+                           'another site cannot send.')
+    if kind and kind != 'application/json' and not _is_form(headers):
+        raise ServiceError(415, f'The body is {kind[:40]}; send JSON as application/json, or a form.')
     own = headers.get('sec-fetch-site') == 'same-origin' or (origin or '').partition('://')[2] == host
     if origin and not own and not {'*', origin} & {*self.origins}:
         raise ServiceError(403, f'Pages of {origin[:80]} may not speak here; allow them by --cors.')
@@ -366,7 +409,18 @@ def place(self: SpeechService):
     self.admit()
     self.open += 1
     try: yield
-    finally: self.open -= 1
+    finally: self.open, self.used = self.open - 1, time.monotonic()
+
+@patch
+@contextmanager
+def arrival(self: SpeechService):
+    "While a form arrives: as many at once as there are rows, since they fill the disk."
+    if self.forms >= self.rows:
+        raise ServiceError(429, f'{self.forms} forms arrive already; try again later.', code='queue_full',
+                           Retry_After='1')
+    self.forms += 1
+    try: yield
+    finally: self.forms -= 1
 
 @patch
 def revive(self: SpeechService) -> bool:
@@ -391,6 +445,23 @@ def voice_named(self: SpeechService, name: str):
     if name in voices or len(parts := name.split('+', _MIXED - 1)) == 1: return one(name)
     return _mean_voice([one(part.strip()) for part in parts], [1 / len(parts)] * len(parts))
 
+_VOICE_SECONDS = 60.   # of a recording; what follows is not read
+
+@patch
+def voice_of(self: SpeechService, file: str):
+    "The voice of a recording that came with a request; raises `ServiceError`."
+    speaker = self.engine.speaker
+    rate = speaker.xtts.config.model.audio.sample_rate
+    try:
+        with open_audio(file, rate) as sound:
+            if sound.samplerate not in (*_RATES, 88200, 96000) or sound.source.channels > 8:   # memory
+                raise UserError(f'{file}: has {sound.samplerate} Hz and {sound.source.channels} channels; '
+                                'convert it to 44100 Hz and one channel.')
+        return speaker.listen(load_audio(file, rate, end=_VOICE_SECONDS))
+    except UserError as error:
+        message = str(error).replace(file, 'voice_file').replace('the reference:', 'voice_file:')
+        raise ServiceError(400, message, 'voice_file', 'invalid_voice') from None
+
 @patch
 async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(piece, whether it streams)]
     "Everything that can be wrong with a request; raises `ServiceError`."
@@ -403,7 +474,7 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
     if wanted.response_format not in formats:
         raise ServiceError(400, f'{wanted.response_format} cannot be written at {wanted.sample_rate} Hz; '
                            f'there is {", ".join(formats)}.', 'response_format', 'format_not_available')
-    voice = await run_sync(self.voice_named, wanted.voice)
+    voice = None if wanted._recording else await run_sync(self.voice_named, wanted.voice)
     language = wanted.language or self.language
     speaker = self.engine.speaker
     soon = not speaker.decoder   # as for `stream_text`
@@ -413,6 +484,7 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
     try: pieces, tokens = await run_sync(_text_pieces, speaker, text, language, soon)
     except UserError as error: raise ServiceError(400, str(error), code='invalid_input') from None
     spoken, wanted._tokens = [(piece, n) for piece, n in zip(pieces, tokens) if n], sum(tokens)
+    if file := wanted._recording: voice = await run_sync(self.voice_of, file, limiter=self.listening)
     streams = spoken and speaker.decoder and wanted.response_format != 'flac' and spoken[0][1] > SHORT_TOKENS
     return voice, [(piece, bool(streams and not i)) for i, (piece, _) in enumerate(spoken)]
 
@@ -545,7 +617,8 @@ class _Gate:
 
     async def __call__(self, scope, receive, send):
         if scope['type'] != 'http': return await self.app(scope, receive, send)
-        scope = scope | {'path': scope['path'].rstrip('/') or '/'}
+        path = scope['path'].rstrip('/') or '/'
+        scope = scope | {'path': _SPEECH if path == f'{_SPEECH}/upload' else path}
         notes, status = {'began': time.monotonic(), 'status': None}, 499   # the client went away before
         async def noted(message):
             notes['status'] = message.get('status', notes['status'])
@@ -612,12 +685,17 @@ def _speech_app(
         app.add_middleware(CORSMiddleware, allow_origins=service.origins, allow_methods=['*'],
                            allow_headers=['*'], expose_headers=['X-Sample-Rate', 'Retry-After'])
     _handle_errors(app)
+    schema = SpeechBody.model_json_schema()
+    recording = {'voice_file': {'type': 'string', 'format': 'binary'}}
+    form = schema | {'properties': schema['properties'] | recording}
     body = {'requestBody': {'required': True, 'content': {
-        'application/json': {'schema': SpeechBody.model_json_schema()}}}}
+        'application/json': {'schema': schema}, 'multipart/form-data': {'schema': form}}}}
 
     @app.post(_SPEECH, response_class=Response, openapi_extra=body)
     async def speech(request: Request):
-        wanted, notes = await _read_request(request), request.scope['notes']
+        notes = request.scope['notes']
+        with service.arrival() if _is_form(request.headers) else nullcontext():
+            wanted = await _read_request(request)
         request.scope['place'].enter_context(service.place())
         notes['characters'] = len(wanted.input)
         if fresh := service.fresh_fields(wanted):
@@ -701,9 +779,10 @@ class _Connection(H11Protocol):
 # %% ../../nbs/speech/serve.ipynb #5e7e0027
 class _Server(uvicorn.Server):
     "Ends when the last request has ended."
-    def __init__(self, config: uvicorn.Config, service: SpeechService, grace: float):
+    def __init__(self, config: uvicorn.Config, service: SpeechService, grace: float, idle: float):
         super().__init__(config)
-        self.service, self.grace = service, grace
+        self.service, self.grace, self.idle = service, grace, idle
+        service.used = time.monotonic()
 
     def handle_exit(self, sig, frame):
         if self.service.ends: self.should_exit = self.force_exit = True
@@ -713,33 +792,26 @@ class _Server(uvicorn.Server):
         ends = self.service.ends
         if ends and (not self.service.open or time.monotonic() > ends or self.service.engine.overdue):
             self.should_exit = True
+        if time.monotonic() > self.service.used + self.idle and not self.server_state.tasks:
+            self.should_exit = True
         if self.service.engine.failed and not await run_sync(self.service.revive): self.should_exit = True
         return await super().on_tick(counter)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0028
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ':' in host else socket.AF_INET
-    try: return socket.create_server((host, port), backlog=2048, family=family)
-    except OSError as error:
-        raise UserError(f'{host}, port {port}: {error.strerror}; choose another by --port.') from None
-
-def _check_port(host: str, port: int):
-    "Raises `UserError` if `serve` cannot listen there."
-    _listener(host, port).close()
-
 def serve(
     service: SpeechService,
     host: str = '127.0.0.1',
-    port: int = 8000,                        # 0: a free one
+    port: int | socket.socket = 8000,        # 0: a free one; or a socket that listens
     grace: float = 30.,                      # seconds for the requests under way, after SIGTERM
     connections: int = 1000,
     request_seconds: float = _REQUEST_SECONDS,  # until a connection must have sent a request
     stall_seconds: float = 30.,              # that a client may take nothing of what was sent
+    idle: float = np.inf,                    # seconds without a request for speech, after which it ends
     ready=print,                             # called with the address
     log=print,                               # called with a line for each request, and a warning
 ):
     "Answer requests until SIGTERM or Ctrl-C; raises `RuntimeError` if the engine fails."
-    listener = _listener(host, port)
+    listener = _listener(host, port) if isinstance(port, int) else port
     if hasattr(socket, 'TCP_USER_TIMEOUT'):   # Linux; connections inherit it
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * stall_seconds))
     service.hosts.add(host.lower())
@@ -752,7 +824,7 @@ def serve(
     name = f'[{host}]' if ':' in host else host
     ready(f'http://{name}:{listener.getsockname()[1]}')
     try:
-        _Server(config, service, grace).run([listener])
+        _Server(config, service, grace, idle).run([listener])
         if failed := service.engine.failed:
             raise RuntimeError('The engine failed again, so the service ends; restart it.') from failed
     finally: service.engine.close()
