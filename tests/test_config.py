@@ -115,6 +115,8 @@ def start(not_started, monkeypatch):
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {3, 4, 5} if pid == 0 else {0}, raising=False)
     monkeypatch.setattr(page, '_cpu_quota', lambda: (64., None))
     monkeypatch.setattr(page, '_reported', set())
+    # a command that ran before has switched it off
+    monkeypatch.setattr(tf.config.experimental, 'tensor_float_32_execution_enabled', lambda: True)
     def start(count=1, **details):
         monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: details)
         return not_started(count)
