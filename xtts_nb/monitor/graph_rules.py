@@ -464,7 +464,7 @@ def _turns(graph) -> tuple[list, int]:   # operations, one of each turn; how man
     parts, lines = {}, {}
     for op in _graph_operations(graph):
         part = _part_of(op)
-        if not op.inputs or not any(part): continue
+        if not op.inputs or not any(part) or op.name.startswith('gradient_tape/'): continue
         lines.setdefault((op.graph, part), {}).setdefault(op.type, []).append(op)
         if op.type == 'StridedSlice': parts.setdefault((op.graph, part, op.inputs[0].name), []).append(op)
     for (inside, part, _), some in sorted(parts.items(), key=lambda x: -len(x[1])):

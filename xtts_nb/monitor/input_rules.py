@@ -240,7 +240,7 @@ _SERIAL = _Shape(
     'num_parallel_calls=tf.data.AUTOTUNE; a map that draws random numbers needs it too, or stateless '
     'operations, since TensorFlow itself makes none of them parallel',
     'dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE)')
-_PLAIN = _CROPPED, _ZIPPED, _PARSED   # seen in the stage itself, whatever else it does
+_PLAIN = _CROPPED, _ZIPPED, _PARSED, _WINDOWS   # seen in the stage itself, whatever else it does
 _DECODED = 'Decode(Jpeg|Png|Image|Bmp|Gif|WebP)'   # pictures
 MEDIA = re.compile(f'{_DECODED}|DecodeWav')
 _PARSERS = 'DecodeCSV', 'StringSplit', 'StringToNumber', 'RegexReplace', 'UnicodeDecode', 'StringToHash'
