@@ -3,11 +3,12 @@
     python benchmarks/xla_gpu.py setup             makes .venv-xla, which compiles
     python benchmarks/xla_gpu.py record [CARD …]   compiles all programs of the released model
     python benchmarks/xla_gpu.py memory [CARD …]   plans the memory of its step at several batch sizes
+    python benchmarks/xla_gpu.py step [CARD …]     counts kernels and bytes of a short step
     python benchmarks/xla_gpu.py small [CARD …]    compiles small programs and prints what it finds
 
-`record` and `memory` write a record for each card into benchmarks/, after each program. A program that the
-newest record of the card holds is not compiled again, unless --anew is given, so a run that was cut off goes
-on. They end each program with XLA's plan of its memory; `small` goes on to machine code.
+`record`, `memory` and `step` write a record for each card into benchmarks/, after each program. A program
+that the newest record of the card holds is not compiled again, unless --anew is given, so a run that was cut
+off goes on. They end each program with XLA's plan of its memory; `small` goes on to machine code.
 
 Run it by the Python of .venv. Two environments, since TensorFlow and JAX pin other versions of the same
 wheels: TensorFlow writes a program as StableHLO, and the CUDA plugin of JAX compiles it for an H100, H200 or
@@ -19,6 +20,7 @@ without the CUDA context, the workspaces of libraries, and what other programs h
 import argparse
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -71,12 +73,13 @@ def settings(one: dict):
         return XTTSConfig.tiny(64).replace(
             model={'gpt': {'num_layers': 2, 'num_heads': 4}}, data={'batch_size': 4, 'reference_frames': 32},
             training={'decoder': {'batch_size': 2, 'window': 4}})
-    layers = {'gpt': {'num_layers': one['layers']}} if 'layers' in one else {}
-    return XTTSConfig.xtts_v2().replace(model=layers, data={'batch_size': one.get('rows', 8)})
+    names = {'num_layers': 'layers', 'conditioning_layers': 'conditioning'}
+    layers = {key: one[name] for key, name in names.items() if name in one}
+    return XTTSConfig.xtts_v2().replace(model={'gpt': layers}, data={'batch_size': one.get('rows', 8)})
 
 
 def step_programs(config, text: int, codes: int) -> dict:   # name -> (function, arguments)
-    "Both halves of a training step."
+    "A training step, and both halves of it."
     import tensorflow as tf
     from xtts_nb.models.gpt import GPT
     from xtts_nb.models.xtts import POLICIES
@@ -90,7 +93,7 @@ def step_programs(config, text: int, codes: int) -> dict:   # name -> (function,
 
     given = random_batch(config, text, codes), tf.constant(0)
     found = tf.function(gradients).get_concrete_function(*given).structured_outputs
-    return {'gradients': (gradients, given), 'update': (update.finish, found)}
+    return {'gradients': (gradients, given), 'update': (update.finish, found), 'step': (update, given)}
 
 
 def evaluation(config, batch):
@@ -178,7 +181,8 @@ def write(folder: str, wanted: list[dict]):
     from xtts_nb.train.step import random_batch
     for one in wanted:
         name, config = one['name'], settings(one)
-        lengths = (20, 30) if one.get('small') else (TEXT, CODES)
+        lengths = (20, 30) if one.get('small') else (
+            one.get('text', TEXT), one.get('codes', CODES))
         if name in OTHERS: programs = {name: OTHERS[name](config, random_batch(config, *lengths))}
         else:
             training = one.get('training') or STEPS[name]
@@ -326,7 +330,29 @@ def started(text: str) -> dict:
     return {'kernels': kinds['fusion'] + kinds['sort'], 'library_calls': calls,
             'copies': kinds['copy'], 'host_conditionals': kinds['conditional'], 'host_loops': kinds['while'],
             'known_turns': sum('known_trip_count' in line for line in loops),
-            'rematerialised': len(re.findall(r'^ +(?:ROOT )?%\S*\.remat\S* = ', text, re.M))}
+            'rematerialised': len(re.findall(r'^ +(?:ROOT )?%\S*\.remat\S* = ', text, re.M)), **moved(text)}
+
+
+SIZES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 's32': 4, 'u32': 4, 'f32': 4, 's64': 8, 'u64': 8}
+
+
+def size(shapes: str) -> int:
+    "Bytes of the arrays that an HLO shape or tuple of shapes names."
+    found = re.findall(r'\b([a-z]+\d*)\[([\d,]*)\]', shapes)
+    return sum(SIZES.get(kind, 0) * math.prod(int(n) for n in dims.split(',') if n) for kind, dims in found)
+
+
+def moved(text: str) -> dict:
+    "Bytes that kernels read and write, each operand once: those of library calls, and all others."
+    sizes, total = {}, Counter(moved_by_calls=0, moved_by_kernels=0)
+    for line in text[text.index('\nENTRY'):].splitlines():
+        if not (m := re.match(r' +(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*?)\)', line)): continue
+        name, made, op, operands = m.groups()
+        sizes[name] = size(made)
+        if op not in ('fusion', 'sort', 'copy', 'custom-call'): continue
+        read = sum(sizes.get(o, 0) for o in {*re.findall(r'%([\w.-]+)', operands)})
+        total['moved_by_calls' if CALLS.search(line) else 'moved_by_kernels'] += read + sizes[name]
+    return total
 
 
 # --- what is asked for ----------------------------------------------------------------------------
@@ -338,7 +364,7 @@ def requests(small: bool) -> list[dict]:
         {'name': name, 'small': small} for name in OTHERS]
 
 
-ASKED = 'layers', 'rows', 'text', 'codes', 'training'   # of a request, kept in the row
+ASKED = 'layers', 'conditioning', 'rows', 'text', 'codes', 'training'   # of a request, kept in the row
 KEPT = {'all kept': {}, 'checkpointing': {'gradient_checkpointing': True}, 'lora': {'finetune': 'lora'},
         'float32': {'precision': 'float32'}, 'float16': {'precision': 'float16'}}   # bfloat16 if unnamed
 
@@ -349,6 +375,13 @@ def memory_requests(blocks: list[int], clips: list[int], kinds: list[str] = KEPT
              'codes': CODES, 'training': {'precision': 'bfloat16'} | training,
              'parts': ['gradients']}
             for n in blocks for rows in clips for kind, training in KEPT.items() if kind in kinds]
+
+
+def step_requests() -> list[dict]:
+    "The step of a short model, at a length that is a multiple of 8 and at one that is not."
+    about = {'layers': 4, 'conditioning': 2, 'rows': 8, 'text': 120, 'training': {'precision': 'bfloat16'}}
+    return [{'name': f'{156 + codes} positions', 'codes': codes, 'parts': ['step'], **about}
+            for codes in (220, 207)]
 
 
 def rows_of(wanted: list[dict], card: str, *plan: str) -> list[dict]:
@@ -369,7 +402,7 @@ def main():
     "The command line."
     raw = argparse.RawDescriptionHelpFormatter
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parse.add_argument('what', choices=['setup', 'record', 'memory', 'small'])
+    parse.add_argument('what', choices=['setup', 'record', 'memory', 'step', 'small'])
     parse.add_argument('cards', nargs='*', help=f'of {", ".join(CARDS)}; default: all')
     parse.add_argument('--blocks', type=int, nargs='+', default=[30], help='of the models of memory')
     parse.add_argument('--clips', type=int, nargs='+', default=[2, 4, 8, 12, 16], help='of its batches')
@@ -381,7 +414,8 @@ def main():
     if unknown := {*o.cards} - CARDS.keys(): parse.error(f'there is no card {", ".join(unknown)}')
     setup()
     if o.what == 'setup': return
-    wanted = memory_requests(o.blocks, o.clips, o.kept) if o.what == 'memory' else requests(o.what == 'small')
+    wanted = (memory_requests(o.blocks, o.clips, o.kept) if o.what == 'memory' else
+              step_requests() if o.what == 'step' else requests(o.what == 'small'))
     wanted = [one for one in wanted if not o.only or one['name'] in o.only]
     for card in o.cards or CARDS:
         if o.what != 'small': make_record(o.what, card, wanted, o.anew, o.buffers)
@@ -392,15 +426,17 @@ def main():
 def key(row: dict) -> str:
     "What was asked for, of a request or of a row of its programs."
     asked = {name: row[name] for name in ASKED if name in row}
-    return json.dumps([re.sub('^(gradients|update), ', '', row['name']), asked], sort_keys=True)
+    return json.dumps([re.sub('^(gradients|update|step), ', '', row['name']), asked], sort_keys=True)
 
 
 def make_record(what: str, card: str, wanted: list[dict], anew: bool = False, buffers: str = ''):
     "Compile the programs that the newest record of a card lacks, and write the record after each."
     sys.path.insert(0, str(ROOT))
     from xtts_nb.records import record
-    page, name = {'record': 'xla', 'memory': 'xla_memory'}[what], CARDS[card]['name']
-    about = {'model': f'the released model, clips of {TEXT} text tokens and {CODES} codes',
+    page, name = {'record': 'xla', 'memory': 'xla_memory', 'step': 'xla_step'}[what], CARDS[card]['name']
+    model = f'the released model, clips of {TEXT} text tokens and {CODES} codes'
+    if what == 'step': model = 'four blocks of the released model and two of its conditioning'
+    about = {'model': model,
              'compiler': f'jaxlib {JAX}, without the card, nothing autotuned'}
     capability = CARDS[card]['major'] + CARDS[card]['minor'] / 10
     command = f'python benchmarks/xla_gpu.py {what} {card}'   # which goes on until all is there

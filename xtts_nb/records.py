@@ -109,6 +109,7 @@ def record(
 _TOOLS = {   # scripts of a checkout: {page: the command that writes its record}
     'xla': 'python benchmarks/xla_gpu.py record',
     'xla_memory': 'python benchmarks/xla_gpu.py memory',
+    'xla_step': 'python benchmarks/xla_gpu.py step',
     'busy': 'python benchmarks/busy.py',
     'memory': 'python benchmarks/memory.py',
     'cuts': 'python benchmarks/cuts.py',

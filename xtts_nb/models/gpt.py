@@ -7,7 +7,7 @@ __all__ = ['dropout', 'attend', 'AttentionBlock', 'RMSNorm', 'PerceiverLayer', '
            'block_pass', 'TransformerBlock', 'causal_mask', 'shifted', 'GPT', 'Int8Dense', 'Int8GPT']
 
 # %% ../../nbs/models/gpt.ipynb #adb41551
-from math import gcd
+from math import gcd, pi
 from types import SimpleNamespace
 
 import keras
@@ -34,16 +34,32 @@ def _dropout_keys(
     if seed is None: return [None] * count
     return tf.random.stateless_uniform((count, 1), seed, minval=None, maxval=None, dtype=tf.uint64)
 
+def _dropout_like(
+    x,             # any shape
+    rate: float,
+    key,           # (1,) uint64, from `_dropout_keys`, or None outside training
+):                 # tensor -> tensor
+    "Dropout with one mask, for any tensors of the shape of `x`."
+    if key is None or rate == 0: return lambda y: y
+    shape, width = tf.shape(x), x.shape[-1]
+    words = -(-width // 4)   # of four bytes, each of which decides on one number
+    drawn = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=tf.concat([shape[:-1], [words]], 0), key=key, counter=tf.zeros(2, tf.uint64),
+        alg=tf.random.Algorithm.PHILOX.value, dtype=tf.uint32)
+    drawn = tf.reshape(tf.bitcast(drawn, tf.uint8), tf.concat([shape[:-1], [4 * words]], 0))[..., :width]
+    # a whole number of 256 bytes, rounded up or down by chance: on average, exactly `rate`
+    chance = tf.cast(tf.bitwise.right_shift(key[0], tf.constant(40, tf.uint64)), 'float32') / 2**24
+    dropped = tf.minimum(tf.floor(256 * rate + chance), 255.)
+    kept, scale = drawn >= tf.cast(dropped, tf.uint8), 256 / (256 - dropped)
+    return lambda y: tf.where(kept, y * tf.cast(scale, y.dtype), tf.zeros((), y.dtype))
+
 def dropout(
     x,             # any shape
     rate: float,
     key,           # (1,) uint64, from `_dropout_keys`, or None outside training
 ):
     "Zero a share `rate` of `x` and scale the rest up; with the same key, the same mask."
-    if key is None or rate == 0: return x
-    drawn = tf.raw_ops.StatelessRandomUniformV2(shape=tf.shape(x), key=key, counter=tf.zeros(2, tf.uint64),
-                                                alg=tf.random.Algorithm.PHILOX.value)
-    return tf.where(drawn >= rate, x * (1 / (1 - rate)), tf.zeros((), x.dtype))
+    return _dropout_like(x, rate, key)(x)
 
 # %% ../../nbs/models/gpt.ipynb #d085dd43
 def attend(
@@ -56,10 +72,27 @@ def attend(
 ):                      # (B, L, H K)
     "Scaled dot-product attention with float32 softmax."
     q_BLHK = q_BLHK * q_BLHK.shape[-1]**-0.5   # before the product, which float16 may not hold
-    score_BHLM = ops.cast(ops.einsum('blhk,bmhk->bhlm', q_BLHK, k_BMHK), 'float32')
-    if mask is not None: score_BHLM = ops.where(mask, score_BHLM, -1e9)
-    weight_BHLM = ops.cast(ops.softmax(score_BHLM), v_BMHK.dtype)
-    mixed = ops.einsum('bhlm,bmhk->blhk', dropout(weight_BHLM, rate, key), v_BMHK)
+
+    @tf.custom_gradient
+    def mix(q, k, v):   # keeps the scores, not the weights, for its gradient
+        score_BHLM = ops.cast(ops.einsum('blhk,bmhk->bhlm', q, k), 'float32')
+        if mask is not None: score_BHLM = ops.where(mask, score_BHLM, -1e9)
+        weight_BHLM = ops.exp(score_BHLM - ops.logsumexp(score_BHLM, -1, keepdims=True))
+        drop = _dropout_like(weight_BHLM, rate, key)
+        dropped_BHLM = drop(ops.cast(weight_BHLM, v.dtype))
+        mixed = ops.einsum('bhlm,bmhk->blhk', dropped_BHLM, v)
+
+        def gradients(d_mixed):
+            d_weight = ops.cast(drop(ops.einsum('blhk,bmhk->bhlm', d_mixed, v)), 'float32')
+            # weights times their gradients, summed over the keys
+            total_BLH = ops.sum(ops.cast(d_mixed, 'float32') * ops.cast(mixed, 'float32'), -1)
+            d_score = weight_BHLM * (d_weight - ops.transpose(total_BLH, (0, 2, 1))[..., None])
+            d_score = ops.cast(d_score, q.dtype)
+            return (ops.einsum('bhlm,bmhk->blhk', d_score, k), ops.einsum('bhlm,blhk->bmhk', d_score, q),
+                    ops.einsum('bhlm,blhk->bmhk', dropped_BHLM, d_mixed))
+        return mixed, gradients
+
+    mixed = mix(q_BLHK, k_BMHK, v_BMHK)
     return ops.reshape(mixed, (-1, mixed.shape[1], mixed.shape[2] * mixed.shape[3]))
 
 def _split_heads(
@@ -186,10 +219,19 @@ class ConditioningEncoder(keras.layers.Layer):
         return self.perceiver(x)
 
 # %% ../../nbs/models/gpt.ipynb #5d0c1e72
+_GELU = 2 * (2 / pi)**0.5, 0.044715
+
+@tf.custom_gradient
 def gelu(x):   # any shape
-    "GELU by tanh, with a finite gradient in float16 too."
-    if x.dtype != 'float16': return ops.gelu(x, approximate=True)
-    return ops.cast(ops.gelu(ops.cast(x, 'float32'), approximate=True), 'float16')
+    "GELU by tanh; its slope is computed again from `x`, and finite in float16 too."
+    a, b = _GELU
+    wide = ops.cast(x, 'float32') if x.dtype == 'float16' else x
+
+    def gradient(dy):
+        share = ops.sigmoid(a * (wide + b * wide**3))
+        slope = share + share * (1 - share) * a * (wide + 3 * b * wide**3)
+        return dy * ops.cast(slope, dy.dtype)
+    return ops.cast(ops.gelu(wide, approximate=True), x.dtype), gradient
 
 # %% ../../nbs/models/gpt.ipynb #c350ac7a
 def block_pass(
