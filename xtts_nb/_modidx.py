@@ -1428,6 +1428,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'xtts_nb.models.gpt.TransformerBlock.call': ( 'models/gpt.html#transformerblock.call',
                                                                                   'xtts_nb/models/gpt.py'),
                                     'xtts_nb.models.gpt._dropout_keys': ('models/gpt.html#_dropout_keys', 'xtts_nb/models/gpt.py'),
+                                    'xtts_nb.models.gpt._dropout_like': ('models/gpt.html#_dropout_like', 'xtts_nb/models/gpt.py'),
                                     'xtts_nb.models.gpt._fold_seed': ('models/gpt.html#_fold_seed', 'xtts_nb/models/gpt.py'),
                                     'xtts_nb.models.gpt._joint_mask': ('models/gpt.html#_joint_mask', 'xtts_nb/models/gpt.py'),
                                     'xtts_nb.models.gpt._known_with': ('models/gpt.html#_known_with', 'xtts_nb/models/gpt.py'),
