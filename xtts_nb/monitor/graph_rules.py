@@ -698,8 +698,8 @@ def operation_seconds(
         spaces = [XSpace.FromString(file.read_bytes()) for file in Path(folder).rglob('*.xplane.pb')]
     for plane in (plane for space in spaces for plane in space.planes):
         for event in (event for line in plane.lines for event in line.events):
-            name, colon, _ = plane.event_metadata[event.metadata_id].name.rpartition(':')   # name:type
-            if colon: spent[name] += event.duration_ps / 1e12
+            named = re.fullmatch(r'(.*[^:]):\w+', plane.event_metadata[event.metadata_id].name)   # name:type
+            if named: spent[named[1]] += event.duration_ps / 1e12
     return dict(spent)
 
 def _operation(name: str, ops: dict) -> tf.Operation | None:

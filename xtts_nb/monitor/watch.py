@@ -73,7 +73,9 @@ class _Place(NamedTuple):
     @property
     def text(self) -> str: return linecache.getline(self.file, self.line).strip()
 
-    def __str__(self) -> str: return f'{os.path.basename(self.file)}:{self.line}'
+    def __str__(self) -> str:
+        in_notebook = 'ipykernel_' in self.file or self.file.startswith('<ipython')
+        return f'{"cell" if in_notebook else os.path.basename(self.file)}:{self.line}'
 
 def _users_frame(frame):
     "The innermost frame of the program; None if there is none."
