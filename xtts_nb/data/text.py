@@ -389,8 +389,8 @@ def _whole_numbers(text: str, language: str) -> str:
     telephone = re.compile(short) if language in ('zh', 'yue') else _TELEPHONE
     text = telephone.sub(lambda m: _one_by_one(m[0], language), text)
     if language in _NO_SPACES: return text
+    text = re.sub(r'(?<=[^\W\d_])([0-9]+)(?=[^\W\d_])(?!s\b)', r' \1 ', text)   # H2O
     text = re.sub(r'(?<=[^\W\d_])(?=[0-9])', ' ', text)   # A4, 5kg; but 3rd, 1990s, 80er
-    text = re.sub(r'(?<=[^\W\d_]) ([0-9]+)(?=[^\W\d_])(?!s\b)', r' \1 ', text)   # H2O
     endings = getattr(_RULES.get(language), 'ordinal', '') or 's'
     return re.sub(rf"(?<=[0-9])(?=[^\W\d_])(?!(?:{endings}|'?s|er[sn]?)(?![^\W\d_]))", ' ', text, flags=re.I)
 
