@@ -22,7 +22,6 @@ sys.modules.setdefault('rfc3987_syntax', None)
 # Runs repeat bit for bit, and memory is allocated as it is needed.
 ON_GPU = {'TF_DETERMINISTIC_OPS': '1', 'TF_FORCE_GPU_ALLOW_GROWTH': 'true'}
 
-
 def pytest_configure(config):
     """Hide the GPU, or make it deterministic and share its memory; before TensorFlow is imported.
 
@@ -30,7 +29,6 @@ def pytest_configure(config):
     if 'not slow and not gpu' in config.option.markexpr: quick.choose()
     if 'not gpu' in config.option.markexpr: os.environ['CUDA_VISIBLE_DEVICES'] = '-1'
     if 'not cpu' in config.option.markexpr: os.environ.update(ON_GPU)
-
 
 def pytest_collection_modifyitems(config, items):
     "A slow test ends after an hour, where it names no other limit; files that take longest come first."
@@ -43,7 +41,6 @@ def pytest_collection_modifyitems(config, items):
         seconds[test.partition('::')[0]] += took
     items.sort(key=lambda item: -seconds[item.nodeid.partition('::')[0]])
 
-
 @pytest.fixture(autouse=True)
 def seeds(request):
     "Each test starts with the same seeds, alone or with others."
@@ -53,14 +50,12 @@ def seeds(request):
     if not request.node.get_closest_marker('slow'): quick.keep_functions()
     sys.modules['keras'].utils.set_random_seed(0)
 
-
 @pytest.fixture(scope='session', autouse=True)
 def float32_is_float32(request):
     "On a GPU, as every command has it."
     if 'not cpu' in request.config.option.markexpr:
         import tensorflow as tf
         tf.config.experimental.enable_tensor_float_32_execution(False)
-
 
 @pytest.fixture(scope='session')
 def speech() -> Path:
@@ -69,7 +64,6 @@ def speech() -> Path:
     if not folder: pytest.skip('no recorded speech: XTTS_NB_SPEECH names no folder')
     if not Path(folder).is_dir(): pytest.fail(f'XTTS_NB_SPEECH names {folder}, which is no folder')
     return Path(folder).resolve()
-
 
 @pytest.fixture(scope='session')
 def small():
@@ -84,13 +78,11 @@ def small():
                            'residual_kernels': (3, 7), 'dilations': (1, 3)}},
         data={'batch_size': 4, 'reference_frames': 32, 'max_text_tokens': 40})
 
-
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory) -> Path:
     "Two voices, seven clips each, 0.6 to 1.2 s; to be read only."
     from xtts_nb.data.corpora import synthetic_corpus
     return synthetic_corpus(tmp_path_factory.mktemp('corpus'), clips=7, seconds=0.6)
-
 
 @pytest.fixture(scope='session')
 def dvae(small):
@@ -102,12 +94,10 @@ def dvae(small):
     model.mel_stats.assign(np.full(small.model.audio.n_mels, 5.))
     return model
 
-
 @pytest.fixture(scope='session')
 def stats(dvae) -> np.ndarray:
     "The mel constants of the DVAE."
     return dvae.mel_stats.numpy()
-
 
 @pytest.fixture(scope='session')
 def prepared(corpus, small, dvae, tmp_path_factory):
@@ -118,14 +108,12 @@ def prepared(corpus, small, dvae, tmp_path_factory):
     encode_corpus(corpus, out, small, dvae, shard_clips=5)
     return Cache(out)
 
-
 @pytest.fixture
 def mine(corpus, tmp_path):
     "A copy of the corpus that a test may change."
     import shutil
     shutil.copytree(corpus, tmp_path / 'mine')
     return tmp_path / 'mine'
-
 
 @pytest.fixture(scope='session')
 def tokenizer(corpus):
@@ -134,7 +122,6 @@ def tokenizer(corpus):
     from xtts_nb.data.text import train_tokenizer
     clips = read_corpus(corpus)[0]
     return train_tokenizer([c.text for c in clips], ['en'], 48)
-
 
 @pytest.fixture(scope='session')
 def straight(corpus, small, tokenizer, tmp_path_factory):
@@ -145,14 +132,12 @@ def straight(corpus, small, tokenizer, tmp_path_factory):
     encode_corpus(corpus, out, small, Fake(), tokenizer, shard_clips=5)
     return out
 
-
 @pytest.fixture
 def copy(straight, tmp_path):
     "A cache to be damaged."
     import shutil
     shutil.copytree(straight, tmp_path / 'out')
     return tmp_path / 'out'
-
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -167,7 +152,6 @@ def calls(monkeypatch):
         monkeypatch.setattr(ClipEncoder, name, counted)
     return counts
 
-
 @pytest.fixture(scope='session')
 def xtts(small, prepared, dvae):
     "A model with random weights, the voice's output layers included; to be read only."
@@ -179,7 +163,6 @@ def xtts(small, prepared, dvae):
         if name.endswith('project/kernel') and 'conditioning' in name:
             v.assign(keras.random.normal(v.shape, stddev=0.1))
     return model
-
 
 @pytest.fixture(scope='session')
 def with_hifigan(xtts, small, tmp_path_factory):
@@ -193,7 +176,6 @@ def with_hifigan(xtts, small, tmp_path_factory):
                  others_from=path)
     return folder
 
-
 @pytest.fixture(scope='session')
 def singer(with_hifigan):
     "Its speaker."
@@ -201,13 +183,11 @@ def singer(with_hifigan):
     from xtts_nb.speech.generate import Speaker
     return Speaker(XTTS.load(with_hifigan))
 
-
 @pytest.fixture(scope='session')
 def batch(prepared, small):
     "The first batch, of four clips."
     from xtts_nb.data.native import BatchPlan
     return next(iter(BatchPlan(prepared, small.data).stream()))
-
 
 @pytest.fixture(scope='session')
 def mini(small):
@@ -217,14 +197,12 @@ def mini(small):
                          training={'gpt': {'steps': 8, 'warmup_steps': 2, 'log_every': 2,
                                            'checkpoint_every': 4, 'mode': 'graph'}})
 
-
 @pytest.fixture
 def cheap(monkeypatch):
     "Runs train with a step that takes no time."
     from cheap import Cheap
     from xtts_nb.train import runs
     monkeypatch.setattr(runs, 'Trainer', Cheap)
-
 
 @pytest.fixture
 def given(monkeypatch):
@@ -233,20 +211,17 @@ def given(monkeypatch):
     from xtts_nb.train import runs
     monkeypatch.setattr(runs, 'Trainer', Given)
 
-
 @pytest.fixture(scope='session')
 def wheels(tmp_path_factory) -> list[Path]:
     "The wheel of the tracked files, and the wheel of the sdist of these."
     from wheels import build_wheels
     return build_wheels(tmp_path_factory.mktemp('wheels'))
 
-
 @pytest.fixture(scope='session')
 def installed(wheels, tmp_path_factory) -> Path:
     "The scripts of an environment that holds the wheel, and sees the other packages of this one behind it."
     from wheels import install
     return install(wheels[0], tmp_path_factory.mktemp('installed') / 'env')
-
 
 @pytest.fixture
 def not_started(monkeypatch):
@@ -263,7 +238,6 @@ def not_started(monkeypatch):
         return fresh, cards
     return begin
 
-
 @pytest.fixture
 def cheap_xla(monkeypatch):
     "Processes of the test compile as those of quick tests: it compares runs that are compiled alike."
@@ -274,7 +248,6 @@ def kernels(cheap_xla, tmp_path) -> Path:
     "A folder with settings: of the commands that run in it the first alone compiles a program."
     (tmp_path / 'settings.ini').write_text('[workspace]\nxla_cache = kernels\n')
     return tmp_path
-
 
 # --- commands in this process, and what stands behind them --------------------------------------------------
 
@@ -303,13 +276,11 @@ def toy(tmp_path_factory) -> Path:
         convert.from_coqui(there, out)
     return out
 
-
 @pytest.fixture(scope='session')
 def toy_xtts(toy):
     "Its model, with the settings of coqui-tts; to be read only."
     from xtts_nb.models.xtts import XTTS
     return XTTS.load(toy, parity=True)
-
 
 @pytest.fixture(scope='session')
 def toy_inputs() -> dict:
@@ -317,12 +288,10 @@ def toy_inputs() -> dict:
     import make_parity_data
     return make_parity_data.inputs()
 
-
 @pytest.fixture(scope='session')
 def theirs() -> dict:
     "What coqui-tts computed with the small checkpoint, stored, so that PyTorch is not needed."
     with np.load(Path(__file__).parent / 'stored' / 'parity.npz') as file: return dict(file)
-
 
 @pytest.fixture(scope='session')
 def all_ok():

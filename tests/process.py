@@ -46,7 +46,6 @@ bench_data.fed_steps = lambda *given, **named: None
 main()
 '''
 
-
 @dataclass
 class Done:
     "How a process ended and what it printed."
@@ -65,17 +64,14 @@ class Done:
         "The lines on stderr that come from the command itself."
         return [line for line in self.err.splitlines() if line.startswith('xtts-nb: ')]
 
-
 def environment() -> dict:
     "The environment of a user: TensorFlow's log level is not set."
     kept = {k: v for k, v in os.environ.items() if k not in ('TF_CPP_MIN_LOG_LEVEL', 'IN_TEST')}
     return kept | {'TERM': 'xterm', 'COLUMNS': '120'}
 
-
 def hears_ctrl_c():
     "Runs in a child before it starts: background jobs of a shell or of CI ignore Ctrl-C by default."
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 
 def main(*arguments) -> int:
     "Run a command in this process; the exit code."
@@ -84,7 +80,6 @@ def main(*arguments) -> int:
         with pytest.raises(SystemExit) as end: cli.main()
         return end.value.code
     finally: sys.argv = old
-
 
 # --- processes forked from one that has imported everything -------------------------------------------------
 
@@ -98,7 +93,6 @@ def server():
         patch.setenv('TF_CPP_MIN_LOG_LEVEL', '3')   # as the start of a command sets it
         forkserver.ensure_running()
     return context
-
 
 def _run(
     code: str, arguments: list[str], cwd: str, env: dict,
@@ -122,7 +116,6 @@ def _run(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try: exec(compile(code, '<string>', 'exec'), {'__name__': '__main__'})
     finally: atexit._run_exitfuncs()   # multiprocessing ends its processes without them
-
 
 class Forked:
     "`python -c code arguments` from the fork server; offers what tests use of `subprocess.Popen`."
@@ -174,7 +167,6 @@ class Forked:
             finally: self.kill()
             return tuple(one and one.result() for one in read)
 
-
 def python(code: str, *arguments, timeout=300, cold=False, before=None, **how) -> Done:
     "Run `python -c code arguments` to its end; `before` is called in the child."
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
@@ -189,17 +181,14 @@ def python(code: str, *arguments, timeout=300, cold=False, before=None, **how) -
         child.wait()
     return Done(child.returncode, out, err)
 
-
 def xtts_nb(*arguments, **how) -> Done:
     "Run a command to its end, as `python` does."
     return python(PROGRAM, *arguments, **how)
-
 
 def started(*arguments, cold=False, before=None, program=PROGRAM, **how):
     "A command in the background: a `Forked`, or a `Popen` that is as cold as a user's."
     if not cold: return Forked(program, *arguments, before=before, **how)
     return subprocess.Popen([*COMMAND, *map(str, arguments)], env=environment(), preexec_fn=before, **how)
-
 
 def interrupted(
     *arguments,
@@ -234,12 +223,10 @@ def interrupted(
     plain = re.sub(r'(\x1b\[[0-9;?]*[a-zA-Z]|\s*[\r\n])+', '\n', seen.decode(errors='replace'))
     return Done(child.returncode, out, plain)
 
-
 def tree(folder) -> dict[str, bytes]:
     "Everything below a folder, by path."
     return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else b''
             for p in sorted(folder.rglob('*'))}
-
 
 def reached(run) -> int:
     "The update of the last whole log line of a run; 0 where there is none yet."

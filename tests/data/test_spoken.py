@@ -31,29 +31,23 @@ de|der 3. Oktober 1990|der dritte oktober neunzehnhundertneunzig
 de|um 14:30 Uhr, um 9:05, ab 1 Uhr|um vierzehn uhr dreißig, um neun uhr fünf, ab ein uhr
 de|030/1234567|null drei null, eins zwei drei, vier fünf sechs sieben
 de|+49 (0)30 12 34|plus vier neun, drei null, eins zwei, drei vier
-de|anna.b@example.de|anna punkt b at example punkt d e
-de|www.example.org/hilfe|w w w punkt example punkt org schrägstrich hilfe
+de|a.b@example.de, www.example.org/x|a punkt b at example punkt d e, w w w punkt example punkt org schrägstrich x
 fr|5 km à 20 °C, 16 Go|cinq kilomètres à vingt degrés celsius, seize gigaoctets
 fr|3,5 kg, 1 t, 1 l|trois virgule cinq kilogrammes, une tonne, un litre
 fr|17/05/2024, le 1er mai, la 2e fois|dix-sept mai deux mille vingt-quatre, le premier mai, la deuxième fois
 fr|à 14h30, à 21 h, à 1 h|à quatorze heures trente, à vingt et une heures, à une heure
-fr|06 12 34 56 78|zéro six, douze, trente-quatre, cinquante-six, soixante-dix-huit
 fr|0612345678|zéro six, douze, trente-quatre, cinquante-six, soixante-dix-huit
-fr|anna-b@exemple.fr|anna tiret b arobase exemple point f r
-fr|www.exemple.com/aide|w w w point exemple point com slash aide
+fr|a-b@exemple.fr, www.exemple.com/aide|a tiret b arobase exemple point f r, w w w point exemple point com slash aide
 es|21 km, 1 t, 10 m², 20 °C|veintiún kilómetros, una tonelada, diez metros cuadrados, veinte grados celsius
 es|el 17/05/2024|el diecisiete de mayo de dos mil veinticuatro
 es|a la 1:30, a las 14:05 h|a la una treinta, a las catorce cero cinco horas
 es|+34 600 123 456|más treinta y cuatro, seis cero cero, uno dos tres, cuatro cinco seis
-es|ana@example.es|ana arroba example punto e s
-es|www.example.com/ayuda|w w w punto example punto com barra ayuda
-fa|۵ km و ۳٫۵ kg|پنج کیلومتر و سه ممیز پنج کیلوگرم
-fa|۱۰۰ km/h، ۱۰ m²|صد کیلومتر در ساعت، ده متر مربع
+es|ana@example.es, www.example.com|ana arroba example punto e s, w w w punto example punto com
+fa|۵ km و ۳٫۵ kg، ۱۰۰ km/h، ۱۰ m²|پنج کیلومتر و سه ممیز پنج کیلوگرم، صد کیلومتر در ساعت، ده متر مربع
 fa|۱۴۰۳/۰۲/۲۸|بیست و هشتم اردیبهشت هزار و چهارصد و سه
 fa|۲۰۲۴/۰۵/۰۳|سوم مه دو هزار و بیست و چهار
 fa|۰۹۱۲ ۱۲۳ ۴۵۶۷|صفر نهصد و دوازده، صد و بیست و سه، چهل و پنج شصت و هفت
-fa|anna@example.ir|anna ات example نقطه آی آر
-fa|www.example.com|دبلیو دبلیو دبلیو نقطه example نقطه کام
+fa|anna@example.ir، www.example.com|anna ات example نقطه آی آر، دبلیو دبلیو دبلیو نقطه example نقطه کام
 it|100 km/h, 1 km, 17/05/2024|cento chilometri orari, un chilometro, diciassette maggio duemilaventiquattro
 pt|17/05/2024, 1 kg|dezassete de maio de dois mil e vinte e quatro, um quilograma
 ru|2 км, 5 км|два километра, пять километров
