@@ -31,13 +31,13 @@ de|der 3. Oktober 1990|der dritte oktober neunzehnhundertneunzig
 de|um 14:30 Uhr, um 9:05, ab 1 Uhr|um vierzehn uhr dreißig, um neun uhr fünf, ab ein uhr
 de|030/1234567|null drei null, eins zwei drei, vier fünf sechs sieben
 de|+49 (0)30 12 34|plus vier neun, drei null, eins zwei, drei vier
-de|a.b@example.de, www.example.org/x|a punkt b at example punkt d e, w w w punkt example punkt org schrägstrich x
+de|a.b@ab.de, www.example.org/x|a punkt b at ab punkt d e, w w w punkt example punkt org schrägstrich x
 fr|5 km à 20 °C, 16 Go|cinq kilomètres à vingt degrés celsius, seize gigaoctets
 fr|3,5 kg, 1 t, 1 l|trois virgule cinq kilogrammes, une tonne, un litre
 fr|17/05/2024, le 1er mai, la 2e fois|dix-sept mai deux mille vingt-quatre, le premier mai, la deuxième fois
 fr|à 14h30, à 21 h, à 1 h|à quatorze heures trente, à vingt et une heures, à une heure
 fr|0612345678|zéro six, douze, trente-quatre, cinquante-six, soixante-dix-huit
-fr|a-b@exemple.fr, www.exemple.com/aide|a tiret b arobase exemple point f r, w w w point exemple point com slash aide
+fr|a-b@ab.fr, www.exemple.com/x|a tiret b arobase ab point f r, w w w point exemple point com slash x
 es|21 km, 1 t, 10 m², 20 °C|veintiún kilómetros, una tonelada, diez metros cuadrados, veinte grados celsius
 es|el 17/05/2024|el diecisiete de mayo de dos mil veinticuatro
 es|a la 1:30, a las 14:05 h|a la una treinta, a las catorce cero cinco horas
