@@ -18,7 +18,7 @@ from watched import calls, LINE, OTHER, passes, seen, threads
 
 from xtts_nb.bench import _Arm, Comparison
 from xtts_nb.config import setup_tf
-from xtts_nb.monitor import graph_rules, input_rules, leave_out, program, seen as trials
+from xtts_nb.monitor import graph_rules, input_rules, leave_out, loop_rules, program, seen as trials
 from xtts_nb.monitor.input_rules import _Batches
 from xtts_nb.monitor.leave_out import Call
 from xtts_nb.monitor.loop import Stage, stages
@@ -27,7 +27,7 @@ from xtts_nb.monitor.watch import _Look, _PythonCall
 
 setup_tf(threads=2)
 TABLE = Path(__file__).with_name('golden.json')
-MODULES = graph_rules, input_rules, program, trials, leave_out
+MODULES = graph_rules, input_rules, loop_rules, program, trials, leave_out
 gc.freeze()   # each trial looks for variables among all objects; none is among what imports made
 
 # --- what the table names: pipelines and functions ---------------------------------------------------------

@@ -11,9 +11,9 @@ import tensorflow as tf
 from watched import calls, LINE, only, OTHER, seen, watched
 from xtts_nb.config import UserError
 from xtts_nb.monitor import program as page
-from xtts_nb.monitor.loop import tf_sleep
+from xtts_nb.monitor.loop import stages, tf_sleep
 from xtts_nb.monitor.program import Diagnose, explain, watch_script
-from xtts_nb.monitor.seen import finding, _only_on_gpu, _Seen, steady_part
+from xtts_nb.monitor.seen import again, finding, _only_on_gpu, _Seen, steady_part
 from xtts_nb.monitor.watch import Watch
 
 def test_a_model_of_several_inputs_is_made_while_it_is_watched():
@@ -143,7 +143,7 @@ def test_a_validation_is_watched_apart(monkeypatch):
     tests = [e for e in callback.watch.events if e.kind == 'validation']
     assert tests and all(e.rows == 3 and e.seconds > 0 for e in tests)
     (training,), validated = callback.watch.datasets.values(), callback.watch.validated
-    stages_of = lambda dataset: [s.name for s in page.stages(dataset)]
+    stages_of = lambda dataset: [s.name for s in stages(dataset)]
     assert validated.total == len(tests) and 'Cache' in stages_of(validated.last)
     assert 'Cache' not in stages_of(training.last) and not callback.watch.validating
     model.evaluate(rows.batch(8), verbose=0, callbacks=[callback])   # after the training
@@ -200,5 +200,5 @@ def test_a_method_keeps_its_object():
         for i in range(5): trainer.step(tf.constant(float(i)))
     with Watch() as watch: train()
     part = steady_part(watch)
-    assert page.again(part, part.loop[1]) is not None   # its variable is still there
+    assert again(part, part.loop[1]) is not None   # its variable is still there
     assert only(watch.early.values())[0][0] == 2. and only(watch.last.values())[2][0] == 4.
