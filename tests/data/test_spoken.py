@@ -1,5 +1,6 @@
 "Written forms as people say them: expected words were written down before the code."
 import re
+import time
 
 import pytest
 
@@ -35,6 +36,7 @@ de|a.b@ab.de, www.example.org/x|a punkt b at ab punkt d e, w w w punkt example p
 fr|5 km à 20 °C, 16 Go|cinq kilomètres à vingt degrés celsius, seize gigaoctets
 fr|3,5 kg, 1 t, 1 l|trois virgule cinq kilogrammes, une tonne, un litre
 fr|17/05/2024, le 1er mai, la 2e fois|dix-sept mai deux mille vingt-quatre, le premier mai, la deuxième fois
+fr|2 h 30 min|deux heures trente minutes
 fr|à 14h30, à 21 h, à 1 h|à quatorze heures trente, à vingt et une heures, à une heure
 fr|0612345678|zéro six, douze, trente-quatre, cinquante-six, soixante-dix-huit
 fr|a-b@ab.fr, www.exemple.com/x|a tiret b arobase ab point f r, w w w point exemple point com slash x
@@ -67,6 +69,8 @@ cs|5 s Ondrou
 ru|в 2024 г. было 5 с половиной
 fa|۳ سیب و ۱۲٫۵ درصد
 xx|5 km, 2024-05-17
+en|100 W Main St., 5 m/h, 9.81 m/s^2, EUR 5 m, 5 m USD, ₹5 m, 0.0000000001 m, on May 00, 2024
+de|nach 3:10 Minuten, § 312 g BGB, Joh 3 V 5
 '''.strip().splitlines()
 
 @pytest.mark.parametrize('row', SAID)
@@ -82,3 +86,9 @@ def test_written_forms_are_said_as_people_say_them(row):
 def test_what_may_mean_something_else_is_left(row):
     language, text = row.split('|')
     assert spoken_form(text, language) == text
+
+def test_long_texts_of_one_kind_take_little_time():
+    for text in ('1' * 29 + ' km', 'www.a.com/' + '.' * 9000 + '<', 'a.com' + '?' * 9000 + '<1',
+                 '1' + "'000" * 3000 + 'x'):
+        start = time.process_time()
+        assert spoken_form(text, 'en') == text and time.process_time() - start < 1, text[:20]

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from benchmarks.parity import gpt_parity
 from xtts_nb.models.gpt import (
-    AttentionBlock, causal_mask, dropout, _dropout_keys, GPT, Int8Dense, _recomputed, RMSNorm,
+    attend, AttentionBlock, causal_mask, dropout, _dropout_keys, gelu, GPT, Int8Dense, _recomputed, RMSNorm,
     TransformerBlock)
 
 SEED = tf.constant([1, 2])
@@ -19,6 +19,24 @@ def test_half_precision_is_close_to_float32(small, xtts, batch, kind, near):
     for plain, rough in zip(xtts.gpt(*inputs), mixed(*inputs)):
         assert rough.dtype == tf.float32 and 0 < np.abs(plain - rough).max() < near
     assert all(v.dtype == 'float32' for v in mixed.variables)
+
+@pytest.mark.parametrize('xla', [False, True])
+@pytest.mark.parametrize('dtype, near', [('float32', 1e-5), ('bfloat16', 5e-2)])
+def test_written_gradients_are_those_of_tensorflow(dtype, near, xla):
+    key, mask = _dropout_keys(SEED, 1)[0], causal_mask(7, 7)
+    given = [tf.cast(tf.random.stateless_normal((2, 7, 3, 8), (0, i)), dtype) for i in range(3)]
+    def plain(q, k, v):
+        score = tf.where(mask, tf.cast(tf.einsum('blhk,bmhk->bhlm', q * 8**-.5, k), tf.float32), -1e9)
+        weight = dropout(tf.cast(tf.nn.softmax(score), v.dtype), .3, key)
+        return keras.ops.gelu(tf.reshape(tf.einsum('bhlm,bmhk->blhk', weight, v), (2, 7, 24)))
+    written = lambda q, k, v: gelu(attend(q, k, v, mask, .3, key))
+    def answers(function):
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            y = function(*given)
+        return [y, *tape.gradient(y, given, tf.random.stateless_normal(y.shape, (1, 1), dtype=y.dtype))]
+    for a, b in zip(*(tf.function(answers, jit_compile=xla)(f) for f in (plain, written)), strict=True):
+        np.testing.assert_allclose(tf.cast(b, tf.float32), tf.cast(a, tf.float32), rtol=near, atol=near)
 
 def test_the_answers_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
     all_ok(gpt_parity(toy_xtts.gpt, toy_inputs, theirs))

@@ -31,7 +31,8 @@ _Voices = option(Path, 'Folder of saved voices.')
 _DecoderPrecision = option(str | None, 'Precision of HiFi-GAN: float32, or bfloat16 where the CPU has it.')
 _Weights = option(str | None, 'Weights of the GPT in speech: float, or int8, which a CPU reads faster.')
 _SayAs = option(Path | None, 'YAML file of pronunciations; in each line WORD: as it is said.', **EXISTS)
-_AsWritten = option(bool, 'Leave units, dates, telephone numbers, addresses to the cleaner.', '--as-written')
+_AsWritten = option(bool, 'Do not write units, dates, times, telephone numbers and addresses '
+                            'out as words.', '--as-written')
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0012
 def _text_of(text: str | None, file: Path | None) -> str:
@@ -424,6 +425,7 @@ def _serve(
     from xtts_nb.files import _listener
     listener = _listener(host, port)
     if idle: _while_used(listener)
+    else: listener.close()   # until the service is ready
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
@@ -444,7 +446,7 @@ def _serve(
                                 allow_host, private_lists, said)
         tell('compile', 0, 1)
         engine.warm_up()
-    serve(service, host, listener, grace, idle=60 * (idle or float('inf')), log=to_stderr,
+    serve(service, host, listener if idle else port, grace, idle=60 * (idle or float('inf')), log=to_stderr,
           ready=lambda url: to_stderr(f'Ready: {url}, voices: {len(folder())}. Ctrl-C ends the service.'))
     if engine.calls:   # one hangs, and would keep the process
         to_stderr('A call of TensorFlow has not returned; the process ends without it.')

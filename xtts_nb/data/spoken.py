@@ -30,7 +30,8 @@ _UNITS = {symbol: f'{kind}-{unit}' for kind, units in {
 _ENGLISH_UNITS = dict(pair.split('=') for pair in (
     'ft=length-foot mi=length-mile lb=mass-pound lbs=mass-pound oz=mass-ounce mph=speed-mile-per-hour '
     '°=angle-degree').split())
-_WITH = 'cs', 'sk', 'sl', 'hr', 'sr', 'bs', 'hu'   # there, s alone is a word
+_COINS, _MONEY = '$€£¥₹₽₩₺', 'USD|EUR|GBP|JPY|CHF|CAD|AUD|INR|CNY'   # EUR 5 m are millions
+_S_IS_A_WORD = 'cs', 'sk', 'sl', 'hr', 'sr', 'bs', 'hu'
 
 @cache
 def _locale(language: str):   # none where CLDR lacks the language
@@ -45,12 +46,13 @@ def _symbols(language: str) -> tuple[dict[str, str], re.Pattern]:
     short = lambda unit: _tidy(format_unit(5, unit, 'short', locale=language)).strip('5 .')
     units = {short(unit): unit for unit in _UNITS.values() if len(short(unit)) > 1} | _UNITS
     if language == 'en': units |= _ENGLISH_UNITS
-    if language in _WITH: del units['s']
+    if language in _S_IS_A_WORD: del units['s']
     names = '|'.join(map(re.escape, sorted(units, key=len, reverse=True)))
     number = r"[0-9]{1,3}(?:[., '’][0-9]{3})+(?:[.,][0-9]+)?|[0-9]+(?:[.,][0-9]+)?"
     return units, re.compile(
-        rf"(?<![\w.,:/$€£+])(?<![$€£] )(?<![0-9] )({number})( ?)({names})(?:/({names}))?"
-        r"(?![\w'’/°²³]|-\w| ?[$€£])(?P<dot>\.(?=[,;:)]| \w))?")
+        rf"(?<![\w.,:/+'’{_COINS}])(?<![{_COINS}§] )(?<!(?:{_MONEY}) )(?<![0-9] )"
+        rf"({number})( ?)({names})(?:/({names}))?"
+        rf"(?![\w'’/°²³^]|-\w| ?[{_COINS}]| (?:{_MONEY})\b)(?P<dot>\.(?=[,;:)]| \w))?")
 
 # %% ../../nbs/data/spoken.ipynb #5f070007
 _ONE = {   # with masculine nouns, with feminine ones, and the first word of those
@@ -72,9 +74,12 @@ def _measure(digits: str, symbol: str, per: str | None, language: str) -> str:
     from babel.units import format_compound_unit, format_unit
     form, units = dict(format='0.#########', locale=language), _symbols(language)[0]
     unit, per = units[symbol], units.get(per)
-    try: value = Decimal(_grouped(digits, language).replace(',', '.'))
-    except InvalidOperation: return ''   # 5 200 in English, two numbers
-    if not value % 1: value = int(value)
+    if (unit, per) == ('length-meter', 'duration-hour'): return ''   # Babel takes it for km/h
+    try:
+        value = Decimal(_grouped(digits, language).replace(',', '.'))
+        if value != round(value, 9): return ''
+        if not value % 1: value = int(value)
+    except InvalidOperation: return ''   # 5 200 in English, two numbers; or dozens of digits
     for length, lacking in ('long', (unit, per)), ('short', (unit, per, symbol)):
         try:
             words = (format_compound_unit(value, unit, denominator_unit=per, length=length, **form) if per
@@ -87,7 +92,8 @@ def _measure(digits: str, symbol: str, per: str | None, language: str) -> str:
 def _say_units(text: str, language: str) -> str:
     def words(m):
         one = len(m[3]) == 1 and m[3].islower() and not m[2]   # 5m: metres, minutes or millions
-        said = '' if one else _measure(m[1], m[3], m[4], language)
+        street = m[3] in ('W', 'V') and re.match(' [A-Z0-9]', m.string[m.end():])   # 100 W Main St.
+        said = '' if one or street else _measure(m[1], m[3], m[4], language)
         ends = m['dot'] and m.string[m.end()] == ' ' and not m.string[m.end() + 1].islower()   # the sentence
         return said + '.' * bool(ends) if said else m[0]
     return _symbols(language)[1].sub(words, text)
@@ -168,7 +174,7 @@ def _say_named_months(text: str, language: str) -> str:
         day, month, late, year = m.group('day', 'month', 'late', 'year')
         before, number = _before(m), int(day or late or 0)
         sure = year or number and (language == 'de' or before == 'on')
-        if not sure or day and late or number > 31 or (day or late) == '0': return m[0]
+        if not sure or day and late or (day or late) and not 1 <= number <= 31: return m[0]
         if not number: return f'{month} {_year(int(year), language)}'
         month = _months(language).index(month) + 1
         return _day_words(number, month, year and int(year), language, before, bool(day))
@@ -185,8 +191,8 @@ _HOUR, _MINUTE = r'(?<![\w.,:])(?P<hour>[01]?[0-9]|2[0-4])', '(?P<minute>[0-5][0
 _TIMES = {
     'en': rf'{_HOUR}(?:[:.]{_MINUTE})? ?(?P<unit>[APap])(?:[Mm]\b|\.[Mm]\.(?= *[^\sA-Z])|\.[Mm]\b)',
     'de': rf'(?P<front>\b(?i:um|ab|bis|gegen|vor|nach) )?{_HOUR}(?:(?P<mark>[:.]){_MINUTE})?'
-          r'(?P<unit> ?Uhr\b)?(?![\w:])',
-    'fr': rf'(?P<front>(?i:\bà|vers|dès|avant|après) )?{_HOUR}(?:(?P<unit> ?[hH])|:)(?: ?{_MINUTE})?'
+          r'(?P<unit> ?Uhr\b)?(?![\w:]| ?(?:[Mm]in|Std|Stunden|Sek))',
+    'fr': rf'(?P<front>(?i:\bà|vers|dès|avant|après) )?{_HOUR}(?:(?P<unit> ?[hH])|:)(?: ?{_MINUTE}(?! ?min))?'
           r'(?![\w:/])',
     'es': rf'(?P<front>\b(?i:las?) )?{_HOUR}(?::{_MINUTE})?(?P<unit> ?h(?:oras?|rs?|s)?\b)?(?![\w:])'}
 
@@ -271,7 +277,7 @@ _NET = re.compile(rf'''(?<![\w@./+-])(?:
     (?P<user>[a-z0-9](?:[\w.+-]*[a-z0-9])?)@(?P<at>{_LABEL}(?:\.{_LABEL})+)(?![\w@])
     |(?:https?://(?:www\.)?(?P<link>{_LABEL}(?:\.{_LABEL})+)
       |(?P<host>www(?:\.{_LABEL})+|(?:{_LABEL}\.)+(?-i:{_ENDINGS})(?![\w-]|\.\w)))
-     (?P<path>(?:[:/?\#][^\s<>"]*?)?)(?=[.,;:!?)\]"*]*(?:\s|$)))''', re.A | re.I | re.X)
+     (?P<path>(?:[:/?\#](?:[^\s<>"]*[^\s<>".,;:!?)\]*])?)?)(?=[.,;:!?)\]"*]*(?:\s|$)))''', re.A | re.I | re.X)
 
 def _say_addresses(text: str, language: str) -> str:
     marks = _MARKS.get(language)

@@ -66,7 +66,7 @@ def attend(
     q_BLHK,
     k_BMHK,
     v_BMHK,
-    mask=None,          # broadcastable to (B, H, L, M), true where a key is visible
+    mask=None,          # broadcastable to (B, H, L, M), true where a key is visible; each query sees one
     rate: float = 0.,   # dropout of the attention weights
     key=None,           # of the dropout
 ):                      # (B, L, H K)
@@ -74,7 +74,7 @@ def attend(
     q_BLHK = q_BLHK * q_BLHK.shape[-1]**-0.5   # before the product, which float16 may not hold
 
     @tf.custom_gradient
-    def mix(q, k, v):   # keeps the scores, not the weights, for its gradient
+    def mix(q, k, v):   # so that XLA keeps the scores, and computes the weights again for the gradient
         score_BHLM = ops.cast(ops.einsum('blhk,bmhk->bhlm', q, k), 'float32')
         if mask is not None: score_BHLM = ops.where(mask, score_BHLM, -1e9)
         weight_BHLM = ops.exp(score_BHLM - ops.logsumexp(score_BHLM, -1, keepdims=True))

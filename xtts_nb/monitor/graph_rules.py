@@ -712,7 +712,7 @@ def _spent_inside(seen: _Seen) -> list[str]:
     call, on_gpu = _compiled_call(seen), tf.config.list_logical_devices('GPU')
     if call is None or not hasattr(call.function, 'get_concrete_function'): return []
     if on_gpu: return []   # the profiler's time of an operation is that to start its kernel
-    if _is_compiled(call.function): call = _with_xla(call, False)
+    if xla := _is_compiled(call.function): call = _with_xla(call, False)
     ops, lines, parts = {op.name: op for op in _of_call(call)}, {}, Counter()
     for op in reversed(ops.values()): lines[_part_of(op)[1]] = _users_line(op)   # its forward pass
     with _variables_put_back() as possible:
@@ -725,8 +725,8 @@ def _spent_inside(seen: _Seen) -> list[str]:
             at = f'({line})' if line and line != seen.loop[1] else ''
             parts[f'{layer or op.type} {at}'.strip()] += seconds
     total = sum(parts.values())
-    return [f'{part} {seconds / total:.0%}' for part, seconds in parts.most_common(4)
-            if seconds > .1 * total]
+    some = [f'{part} {seconds / total:.0%}' for part, seconds in parts.most_common(4) if seconds > .1 * total]
+    return some and [', '.join(some) + ' of the time of its operations' + ', without XLA' * xla]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f014
 _HIDES = re.compile(r"[^#]*CUDA_VISIBLE_DEVICES['\"]\]?\s*[,=]\s*['\"](-1)?['\"]")

@@ -224,8 +224,8 @@ def _of_graph(dataset, graph):
 
 def _filled_at_once(dataset):
     "The pipeline with small shuffle buffers, since to fill a large one takes time and memory once more."
-    large = {d for d in _chain(dataset) if (_number(d, '_buffer_size') or 0) > _LARGE_BUFFER
-             and 'Shuffle' in type(d).__name__}
+    large = any((_number(d, '_buffer_size') or 0) > _LARGE_BUFFER for d in _chain(dataset)
+                if 'Shuffle' in type(d).__name__)
     held = [t for d in _chain(dataset) for t in getattr(d, '_tensors', ())]   # the graph would hold them too
     cached = any('Cache' in type(d).__name__ for d in _chain(dataset))   # that of a graph would be empty
     if cached or not large: return dataset

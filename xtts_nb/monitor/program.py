@@ -92,7 +92,7 @@ def _explained(seen: _Seen) -> tuple[list[Finding], list[str]]:
     found += _located(seen, found)
     if seen.looks: notes.append(_time_spent(seen, not found))
     if seen.part('graph') > .5 and (inside := seen.ask(_spent_inside)):
-        notes.append(f'inside the compiled step: {", ".join(inside)} of the time of its operations')
+        notes.append(f'inside the compiled step: {inside[0]}')
     return _ranked(found), notes
 
 def _ranked(findings: list[Finding]) -> list[Finding]:

@@ -64,7 +64,8 @@ def _saved_model(
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel('ERROR')   # no line on stderr that names a temporary folder
-    try: tf.saved_model.save(module, str(folder), speak)
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)   # nobody trains it
+    try: tf.saved_model.save(module, str(folder), speak, options)
     finally: logger.setLevel(level)
 
 # %% ../../nbs/speech/export.ipynb #7e2c0009

@@ -73,7 +73,7 @@ class SpeechBody(pydantic.BaseModel, extra='allow'):
     top_p: float | None = pydantic.Field(None, ge=0, le=1)
     repetition_penalty: float | None = pydantic.Field(None, ge=1, le=20)
     _tokens: int = 0   # of the text
-    _recording: str | None = None   # a file, if the voice came with the request
+    _recording: object = None   # a temporary file, if the voice came with the request
 
     @pydantic.model_validator(mode='before')
     @classmethod
@@ -158,8 +158,10 @@ async def _read_request(request: Request) -> SpeechBody:
         raise ServiceError(400, _fault_text(first), where, first['type']) from None
 
 # %% ../../nbs/speech/serve.ipynb #f0a70002
-async def _read_form(request: Request) -> tuple[dict, str | None]:   # fields, and the file of the recording
-    "A form; its recording is in a temporary file until the request ends."
+async def _read_form(request: Request) -> tuple[dict, object]:   # fields, and the file of the recording
+    "A form; its recording is in a temporary file until its voice is known."
+    if 'charset=' in request.headers['content-type'].lower().replace('charset=utf-8', ''):   # some take long
+        raise ServiceError(415, 'Send a form in UTF-8, without another charset.', Connection='close')
     parts = _body_parts(request, _FORM_BYTES)
     try: form = await MultiPartParser(request.headers, parts, max_files=1, max_fields=40).parse()
     except MultiPartException as error:
@@ -168,13 +170,13 @@ async def _read_form(request: Request) -> tuple[dict, str | None]:   # fields, a
     uploads = [name for name, v in form.items() if not isinstance(v, str)]
     if 'voice_file' in fields and not uploads or {*uploads} - {'voice_file'}:
         raise ServiceError(400, 'Send the recording of a voice as the file "voice_file".', 'voice_file')
-    if (rate := fields.get('sample_rate', '')).isdecimal(): fields['sample_rate'] = int(rate)
+    if (rate := fields.get('sample_rate')) in map(str, _RATES): fields['sample_rate'] = int(rate)
     if not uploads: return fields, None
     del fields['voice_file']
     file = request.scope['place'].enter_context(tempfile.NamedTemporaryFile(prefix='xtts_nb-'))
     with sent.file: await run_sync(shutil.copyfileobj, sent.file, file)
     file.flush()
-    return fields, file.name
+    return fields, file
 
 # %% ../../nbs/speech/serve.ipynb #5e7e000c
 _FORMATS = {   # media type; container, codec and bit/s for FFmpeg
@@ -416,8 +418,8 @@ def place(self: SpeechService):
 def arrival(self: SpeechService):
     "While a form arrives: as many at once as there are rows, since they fill the disk."
     if self.forms >= self.rows:
-        raise ServiceError(429, f'{self.forms} forms arrive already; try again later.', code='queue_full',
-                           Retry_After='1')
+        raise ServiceError(429, f'{self.forms} uploads are already in progress; try again later.',
+                           code='queue_full', Retry_After='1')
     self.forms += 1
     try: yield
     finally: self.forms -= 1
@@ -484,7 +486,9 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
     try: pieces, tokens = await run_sync(_text_pieces, speaker, text, language, soon)
     except UserError as error: raise ServiceError(400, str(error), code='invalid_input') from None
     spoken, wanted._tokens = [(piece, n) for piece, n in zip(pieces, tokens) if n], sum(tokens)
-    if file := wanted._recording: voice = await run_sync(self.voice_of, file, limiter=self.listening)
+    if wanted._recording:
+        with wanted._recording as file:
+            voice = await run_sync(self.voice_of, file.name, limiter=self.listening)
     streams = spoken and speaker.decoder and wanted.response_format != 'flac' and spoken[0][1] > SHORT_TOKENS
     return voice, [(piece, bool(streams and not i)) for i, (piece, _) in enumerate(spoken)]
 
