@@ -52,8 +52,6 @@ fa|۰۹۱۲ ۱۲۳ ۴۵۶۷|صفر نهصد و دوازده، صد و بیست �
 fa|anna@example.ir، www.example.com|anna ات example نقطه آی آر، دبلیو دبلیو دبلیو نقطه example نقطه کام
 it|100 km/h, 1 km, 17/05/2024|cento chilometri orari, un chilometro, diciassette maggio duemilaventiquattro
 pt|17/05/2024, 1 kg|dezassete de maio de dois mil e vinte e quatro, um quilograma
-ru|2 км, 5 км|два километра, пять километров
-pl|2 km, 5 km|dwa kilometry, pięć kilometrów
 zh|5 km, 20°C|五公里, 二十摄氏度
 '''.strip().splitlines()
 
