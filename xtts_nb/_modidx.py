@@ -1947,6 +1947,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.monitor.loop._change_host_part': ( 'monitor/loop.html#_change_host_part',
                                                                                   'xtts_nb/monitor/loop.py'),
                                       'xtts_nb.monitor.loop._constant': ('monitor/loop.html#_constant', 'xtts_nb/monitor/loop.py'),
+                                      'xtts_nb.monitor.loop._constants': ('monitor/loop.html#_constants', 'xtts_nb/monitor/loop.py'),
                                       'xtts_nb.monitor.loop._dataset_graph': ( 'monitor/loop.html#_dataset_graph',
                                                                                'xtts_nb/monitor/loop.py'),
                                       'xtts_nb.monitor.loop._filled_at_once': ( 'monitor/loop.html#_filled_at_once',

@@ -216,6 +216,11 @@ def _constant(graph, name: str, value: int) -> str:
     node.attr['dtype'].type = tf.int64.as_datatype_enum
     return name
 
+def _constants(graph) -> dict[str, int]:
+    "The whole numbers of a graph; not resources or texts."
+    return {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node
+            if n.op == 'Const' and n.attr['dtype'].type == tf.int64.as_datatype_enum}
+
 def _of_graph(dataset, graph):
     "The pipeline with another graph of its host part."
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
@@ -231,9 +236,10 @@ def _filled_at_once(dataset):
     if cached or not large: return dataset
     if sum(t.dtype.size * (t.shape.num_elements() or 0) for t in held) > 1e8: return dataset
     if (graph := _dataset_graph(dataset)) is None: return dataset
-    few = _constant(graph, 'few', _LARGE_BUFFER)
+    constants, few = _constants(graph), _constant(graph, 'few', _LARGE_BUFFER)
     for node in graph.node:
-        if node.op.startswith('ShuffleDataset'): node.input[1] = few
+        large = node.op.startswith('ShuffleDataset') and constants.get(node.input[1], 0) > _LARGE_BUFFER
+        if large: node.input[1] = few
     return _of_graph(dataset, graph)
 
 def stage_seconds(
@@ -273,8 +279,7 @@ def with_parallel_calls(
     graph = _dataset_graph(dataset)
     if graph is None: return None
     number = _constant(graph, 'calls', calls)
-    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node   # not resources, texts
-                 if n.op == 'Const' and n.attr['dtype'].type == tf.int64.as_datatype_enum}
+    constants = _constants(graph)
     for node in graph.node:
         if node.op == 'MapDataset' and not above:   # makes one call at a time
             node.op = 'ParallelMapDatasetV2'
