@@ -12,8 +12,8 @@ from decimal import Decimal, InvalidOperation
 from functools import cache, lru_cache
 
 from .text import (
-    _ADDRESS, fold_language, _grouped, _number_words, _one_by_one, _ordinal_words, _plain_digits, _SIGNS,
-    _SYMBOLS, _TELEPHONE, _THIN_SPACES, _tidy, _whole_words)
+    _ADDRESS, fold_language, _grouped, _MONEY, _number_words, _one_by_one, _ordinal_words, _PATH, _PATH_END,
+    _plain_digits, _SIGNS, _SYMBOLS, _TELEPHONE, _THIN_SPACES, _tidy, _whole_words)
 
 # %% ../../nbs/data/spoken.ipynb #5f070005
 _UNITS = {symbol: f'{kind}-{unit}' for kind, units in {
@@ -30,7 +30,7 @@ _UNITS = {symbol: f'{kind}-{unit}' for kind, units in {
 _ENGLISH_UNITS = dict(pair.split('=') for pair in (
     'ft=length-foot mi=length-mile lb=mass-pound lbs=mass-pound oz=mass-ounce mph=speed-mile-per-hour '
     '°=angle-degree').split())
-_COINS, _MONEY = '$€£¥₹₽₩₺', 'USD|EUR|GBP|JPY|CHF|CAD|AUD|INR|CNY'   # EUR 5 m are millions
+_COINS, _CODES = ''.join(_MONEY), 'USD|EUR|GBP|JPY|CHF|CAD|AUD|INR|CNY'   # EUR 5 m are millions
 _S_IS_A_WORD = 'cs', 'sk', 'sl', 'hr', 'sr', 'bs', 'hu'
 
 @cache
@@ -50,9 +50,9 @@ def _symbols(language: str) -> tuple[dict[str, str], re.Pattern]:
     names = '|'.join(map(re.escape, sorted(units, key=len, reverse=True)))
     number = r"[0-9]{1,3}(?:[., '’][0-9]{3})+(?:[.,][0-9]+)?|[0-9]+(?:[.,][0-9]+)?"
     return units, re.compile(
-        rf"(?<![\w.,:/+'’{_COINS}])(?<![{_COINS}§] )(?<!(?:{_MONEY}) )(?<![0-9] )"
+        rf"(?<![\w.,:/+'’{_COINS}])(?<![{_COINS}§] )(?<!(?:{_CODES}) )(?<![0-9] )"
         rf"({number})( ?)({names})(?:/({names}))?"
-        rf"(?![\w'’/°²³^]|-\w| ?[{_COINS}]| (?:{_MONEY})\b)(?P<dot>\.(?=[,;:)]| \w))?")
+        rf"(?![\w'’/°²³^]|-\w| ?[{_COINS}]| (?:{_CODES})\b)(?P<dot>\.(?=[,;:)]| \w))?")
 
 # %% ../../nbs/data/spoken.ipynb #5f070007
 _ONE = {   # with masculine nouns, with feminine ones, and the first word of those
@@ -277,7 +277,7 @@ _NET = re.compile(rf'''(?<![\w@./+-])(?:
     (?P<user>[a-z0-9](?:[\w.+-]*[a-z0-9])?)@(?P<at>{_LABEL}(?:\.{_LABEL})+)(?![\w@])
     |(?:https?://(?:www\.)?(?P<link>{_LABEL}(?:\.{_LABEL})+)
       |(?P<host>www(?:\.{_LABEL})+|(?:{_LABEL}\.)+(?-i:{_ENDINGS})(?![\w-]|\.\w)))
-     (?P<path>(?:[:/?\#](?:[^\s<>"]*[^\s<>".,;:!?)\]*])?)?)(?=[.,;:!?)\]"*]*(?:\s|$)))''', re.A | re.I | re.X)
+     (?P<path>{_PATH}){_PATH_END})''', re.A | re.I | re.X)
 
 def _say_addresses(text: str, language: str) -> str:
     marks = _MARKS.get(language)

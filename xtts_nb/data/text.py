@@ -722,7 +722,9 @@ _TAG = re.compile('a|abbr|article|audio|b|blockquote|body|br|button|center|code|
                   '|nav|ol|p|pre|q|s|script|section|small|span|strong|style|sub|summary|sup|svg|table|tbody|td'
                   '|th|thead|tr|u|ul|video|wbr', re.I)
 _SPAN = re.compile(r'</?(?:a|abbr|b|code|em|font|i|kbd|mark|q|s|small|span|strong|sub|sup|u|wbr)\b', re.I)
-_ADDRESS = re.compile(r'https?://(?:www\.)?([\w-]+(?:\.[\w-]+)+)(?:[:/?#](?:[^\s<>"]*[^\s<>".,;:!?)\]*])?)?(?=[.,;:!?)\]"*]*(?:\s|$))')
+# of an address, without the marks of the sentence behind it
+_PATH, _PATH_END = r'(?:[:/?\#](?:[^\s<>"]*[^\s<>".,;:!?)\]*])?)?', r'(?=[.,;:!?)\]"*]*(?:\s|$))'
+_ADDRESS = re.compile(rf'https?://(?:www\.)?([\w-]+(?:\.[\w-]+)+){_PATH}{_PATH_END}')
 
 def _inline(tokens: list) -> str:
     "The text of a paragraph, without tags and marks."

@@ -326,7 +326,7 @@ def find_compiled_again(seen: _Seen) -> list[Finding]:
 _EAGER = {   # cause, why operations start one by one, what to do, the lines
     'setting': ('run_eagerly', 'run_eagerly is set', 'leave run_eagerly out',
                 'model.compile(...)   # without run_eagerly'),
-    'beside': ('operations outside the step', 'they are outside the compiled step',
+    'outside': ('operations outside the step', 'they are outside the compiled step',
                'put them into the function with @tf.function too, or into the pipeline (dataset.map), or do '
                'them for many rows at once', '@tf.function\ndef step(batch): ...'),
     'step': ('step not compiled', 'the loop calls it outside tf.function',
@@ -342,9 +342,9 @@ def find_eager(seen: _Seen) -> list[Finding]:
     by_setting = tf.config.functions_run_eagerly() or any(m.run_eagerly for m in fits)
     if share < .2: return []
     if seen.loop and seen.loop[0] in ('fit', 'fits') and not by_setting: return _epoch_cost(seen)
-    case = 'setting' if by_setting else 'beside' if _step_is_compiled(seen) else 'step'
-    if case == 'beside' and not seen.steps: return []   # there is no step, as where predict is called once
-    if case == 'beside' and (found := _read_singly(seen)): return found
+    case = 'setting' if by_setting else 'outside' if _step_is_compiled(seen) else 'step'
+    if case == 'outside' and not seen.steps: return []   # there is no step, as where predict is called once
+    if case == 'outside' and (found := _read_singly(seen)): return found
     left = _fit_as_graph(seen) if by_setting else _as_graph(seen.watch)
     if left is not None and left > .9: return []
     if left is None and by_setting and seen.seconds > _LONG_STEP * len(seen.steps): return []
