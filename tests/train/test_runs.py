@@ -387,7 +387,9 @@ def test_a_sentence_of_several_voices_is_held_out_in_one_of_them(texts, voices, 
     rows = [{'id': f'{i}-{voice}-{text}', 'text': text, 'speaker': voice}
             for i, text in enumerate(texts) for voice in voices]
     cache = SimpleNamespace(clips=rows)
-    if not clips: return pytest.raises(UserError, held_out_share, cache, share).match('same sentence')
+    if not clips:
+        with pytest.raises(UserError, match='same sentence'): held_out_share(cache, share)
+        return
     held = held_out_share(cache, share)
     assert len(held) == clips == len(set(held)) and len({name[-1] for name in held}) == sentences
     said = lambda out: {(r['text'], r['speaker']) for r in rows if (r['id'] in held) is out}

@@ -411,7 +411,7 @@ def place(self: SpeechService):
     self.admit()
     self.open += 1
     try: yield
-    finally: self.open, self.used = self.open - 1, time.monotonic()
+    finally: self.used, self.open = time.monotonic(), self.open - 1
 
 @patch
 @contextmanager
