@@ -439,6 +439,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'xtts_nb.bench.host_syncs': ('base/bench.html#host_syncs', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.png_bytes': ('base/bench.html#png_bytes', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.rows_markdown': ('base/bench.html#rows_markdown', 'xtts_nb/bench.py'),
+                               'xtts_nb.bench.spread_text': ('base/bench.html#spread_text', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.trace_count': ('base/bench.html#trace_count', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.wait_for': ('base/bench.html#wait_for', 'xtts_nb/bench.py')},
             'xtts_nb.config': { 'xtts_nb.config.AudioConfig': ('config.html#audioconfig', 'xtts_nb/config.py'),

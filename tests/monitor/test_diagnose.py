@@ -203,7 +203,7 @@ def test_a_fix_is_tried_on_what_earlier_ones_left():
 
 def test_a_diagnosis_in_text_and_json():
     m = Measured(.018, .0181, .0100004, .008, .006, .018, .5, 4)
-    assert m.at_most == {'input': 1.8, 'host': 1., 'step': 2.25}
+    assert m.at_most == {'input': 1.8, 'host': 1., 'host and compute': 2.25}
     one = Diagnosis([finding('a', 2.04)], m, 'input-bound', {'input': .4}, ['n'], 1.26)
     assert one.lines()[2:] == ['1. a: at most about 2.0 x as fast', '   why a.', '   Fix: do a.', 'Note: n']
     said = json.loads(json.dumps(one.to_dict()))

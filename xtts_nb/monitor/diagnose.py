@@ -112,7 +112,7 @@ class Measured:
     @property
     def at_most(self) -> dict[str, float]:
         "The gain without each part; at least 1."
-        without = {'input': self.ready, 'host': self.host_free, 'step': self.pipeline}
+        without = {'input': self.ready, 'host': self.host_free, 'host and compute': self.pipeline}
         return {name: round(max(1., self.loop / max(s, 1e-9)), 2) for name, s in without.items()}
 
 def _compiled_calls(seen: _Seen) -> list[Call]:

@@ -97,6 +97,7 @@ def find_few_threads(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/input_rules.ipynb #b0a10012
 _TINY_ROWS = 16   # of a batch; with more its size is a choice
+_HEAVY = 'Decode', 'ReadFile', 'PyFunc', 'Resize', 'Regex', 'Parse'   # operations that cost more than a call
 
 def works(dataset) -> bool:
     "Whether a pipeline computes or reads for each row, rather than only handing rows on."
@@ -194,7 +195,6 @@ ROWS = _Shape(
     'shuffle and batch the numbers of the rows, and take each batch out of the array at once',
     'tf.data.Dataset.range(len(x)).shuffle(len(x)).batch(size).map(\n'
     '    lambda i: (tf.gather(x, i), tf.gather(y, i)))')
-_HEAVY = 'Decode', 'ReadFile', 'PyFunc', 'Resize', 'Regex', 'Parse'   # operations that cost more than a call
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a00008
 _PART_OF_CACHE = _Shape(

@@ -334,7 +334,7 @@ class _Live:
         self.arms = []   # (time, name) of the beginning of each arm
 
     def update(self, **values):
-        "Show these values of the training: `live.update(step=3, loss=loss, au=0.9, wait_ms=2.)`."
+        "Show these values of the training: `live.update(step=3, loss=loss, wait_ms=2.)`."
         with self._lock: self.values = self.values | values   # callbacks may come from two threads
         if isinstance(values.get('loss'), (float, np.floating)): self._note_loss()
 

@@ -170,7 +170,6 @@ class _FitRecord:
     arrays: bool = False         # whether Keras itself made the pipeline, of arrays
     untimed: str = ''            # why waiting and step were not told apart
 
-# %% ../../nbs/monitor/program.ipynb #d0a0000b
 def _fit_frame(frame):
     "That of `fit` itself, which ends with an error too; Keras calls no callback then."
     while frame and frame.f_code.co_name != 'fit': frame = frame.f_back
