@@ -85,16 +85,19 @@ class Comparison:
     unit: str
 
     def rows(self) -> list[dict]:
-        "`{name, <unit>, ratio, spread, rounds}`; one round has no spread."
-        value = {'clips_per_s': lambda s: 1 / s, 'step_ms': lambda s: s * 1e3, 'start_s': float}[self.unit]
-        return [{'name': a.name, self.unit: round(value(a.per_item), 3), 'ratio': round(factor.per_item, 2),
-                 'spread': round((factor if a is not self.arms[0] else a).spread, 3) if len(a.times) > 1
-                 else None, 'rounds': len(a.times)} for a, factor in zip(self.arms, self._factors())]
+        """`{name, <unit>, ratio, spread, rounds}`: ratios of medians, and their spread over the rounds.
 
-    def _factors(self) -> list[_Arm]:
-        "How many times as fast as the first arm each one is, by round."
-        first = self.arms[0].times
-        return [_Arm(a.name, [t / own for t, own in zip(first, a.times)]) for a in self.arms]
+        The spread of the first row is that of its times; one round has none."""
+        value = {'clips_per_s': lambda s: 1 / s, 'step_ms': lambda s: s * 1e3, 'start_s': float}[self.unit]
+        first = self.arms[0]
+        rows = []
+        for a in self.arms:
+            by_round = a if a is first else _Arm(a.name, [t / own for t, own in zip(first.times, a.times)])
+            rows.append({'name': a.name, self.unit: round(value(a.per_item), 3),
+                         'ratio': round(first.per_item / a.per_item, 2),
+                         'spread': round(by_round.spread, 3) if len(a.times) > 1 else None,
+                         'rounds': len(a.times)})
+        return rows
 
     def _repr_markdown_(self) -> str: return rows_markdown(self.rows())
 

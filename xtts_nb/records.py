@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['device_name', 'cpu_name', 'benchmarks', 'record', 'recorded', 'headline', 'record_origin', 'record_markdown',
-           'factor_text']
+           'factor_text', 'page_origin']
 
 # %% ../nbs/base/records.ipynb #4f86d9f1
 import datetime
@@ -184,3 +184,14 @@ def factor_text(
     spread = row['spread'] if 'rounds' in row else math.hypot(row['spread'], first['spread'])
     rounds = f' over {row["rounds"]} rounds' if 'rounds' in row else ''
     return f'{row["ratio"]:,.3g} times (± {spread:.0%}{rounds}{", noisy" * (spread > _QUIET)})'
+
+# %% ../nbs/base/records.ipynb #aa0d9abe
+def page_origin() -> str:
+    "Where and when the outputs of a page are computed, and how its tables are read; for its first lines."
+    device, cpu = device_name(), cpu_name()
+    where = f'CPU ({cpu})' if device.startswith('CPU') else f'{device} ({cpu})'
+    return (f'*Computed on this page: {where}, {datetime.date.today().isoformat()}. In its tables, `speed` '
+            'compares the median time of a row with that of the first row, and ± is the interquartile range '
+            'of this factor over the rounds (in the first row: of its time), in per cent of the median; '
+            f'above {_QUIET:.0%} it is called noisy. Records are older measurements, each with its device '
+            'and date.*')

@@ -474,9 +474,9 @@ def _no_buffer(b: _Batches) -> tuple | None:
     depth = max(4, 2 * cycle) if bursts else 2
     seen = f'pipeline {ms(b.seconds)} and step {ms(b.step)} take {ms(b.period)} together'
     if bursts:
-        repeats = f', repeating every {cycle} batches (correlation {correlation})' if cycle else ''
-        pattern = ' - Cyclic pattern identified!' if cycle else ''
-        seen = f'HIGH VARIATION DETECTED{pattern} Batch times vary by {uneven:.0%}{repeats}; {seen}'
+        repeats = f', again every {cycle} batches (correlation {correlation:.2f})' if cycle else ''
+        seen = (f'batches come in bursts{repeats}: the standard deviation of their times is {uneven:.1f} '
+                f'times the mean; {seen}')
     return ('oscillation' if bursts else 'no prefetch', seen, f'prefetch({depth}) as the last stage on the '
                                                               'host',
             b.gain(overlap=1.), False,

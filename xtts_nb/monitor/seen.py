@@ -190,8 +190,8 @@ class Finding:
         "For reading."
         if self.only_on_gpu: return 'its gain can only be measured on a GPU'
         if not self.measured: return f'at most about {self.gain:.1f} x as fast'
-        spread = f' ({self.low:.1f} to {self.high:.1f})' if self.high else ''
-        return f'measured {self.gain:.1f} x as fast{spread}'
+        spread = f' ({self.low:.3g} to {self.high:.3g})' if self.high else ''
+        return f'measured {self.gain:.3g} x as fast{spread}'
 
 def ms(seconds: float) -> str: return f'{1e3 * seconds:.1f} ms'
 
