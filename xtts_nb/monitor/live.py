@@ -177,7 +177,7 @@ def _summary_lines(
         memory = f', memory up to {d["memory_max"] / 2**30:.1f} GiB' if d['memory_max'] is not None else ''
         lines.append(f'{name}: {d["mean"]:.0f} % busy on average, 95th percentile {d["p95"]:.0f} %, '
                      f'below {_IDLE:.0f} % in {100 * d["idle_share"]:.0f} % of the samples '
-                     f'(at most {d["longest_idle_s"]:.1f} s on end){memory}.')
+                     f'(at most {d["longest_idle_s"]:.1f} s in a row){memory}.')
     missing = f'; {summary["gaps"]} of them with readings missing' if summary['gaps'] else ''
     overhead = summary.get('overhead')
     cost = f'; taking them took {100 * overhead:.2g} % of a core' if overhead else ''
