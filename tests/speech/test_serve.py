@@ -99,7 +99,6 @@ ASKED = {'input': 'aa bb.', 'voice': 'anna', 'response_format': 'pcm'}
 def samples(content): return np.frombuffer(content, '<i2') / 2**15
 
 def until(true, seconds=5.):
-    "Wait for a condition."
     ends = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < ends, 'it never came'

@@ -383,7 +383,6 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     ('abcd', 'xy', .5, 4, 2), ('aaaaabbbbb', 'x', .5, 5, 1),   # takes of one voice are no voices
     ('ab', 'x', .05, 1, 1), ('aaaaaab', 'x', .9, 1, 1), ('a', 'x', .05, 0, 0), ('aaa', 'x', .9, 0, 0)])
 def test_a_sentence_of_several_voices_is_held_out_in_one_of_them(texts, voices, share, clips, sentences):
-    "And one is always left to train on."
     rows = [{'id': f'{i}-{voice}-{text}', 'text': text, 'speaker': voice}
             for i, text in enumerate(texts) for voice in voices]
     cache = SimpleNamespace(clips=rows)
