@@ -284,7 +284,8 @@ def _diagnosed_script(script: list[str], seconds: float, *others) -> tuple[dict,
         raise UserError('diagnose SCRIPT: only --seconds and --json act on a script; leave the other options '
                         'out.')
     if not Path(script[0]).is_file(): raise UserError(f'{script[0]}: there is no such script.')
-    from xtts_nb.monitor.program import explain, _finding_lines, _leave_with, watch_script
+    from xtts_nb.monitor.program import explain, _finding_lines, _leave_at_exit, _leave_with, watch_script
+    _leave_at_exit()
     with redirect_stdout(sys.stderr):
         watch = watch_script(script[0], script[1:], seconds)
         found, notes = explain(watch)

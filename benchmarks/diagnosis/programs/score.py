@@ -4,7 +4,7 @@
 
 Each program is run by `xtts-nb diagnose` as its user would run it, in a process of its own. A slow case is
 *named* if one of its first two findings names the cause, and *led* if one of them proposes the right fix (the
-expressions of its `case.json` decide); a healthy one is a false alarm if there is any finding. Its gain is
+expressions of its `case.json` decide); a control is a false alarm if there is any finding. Its gain is
 measured too: slow and fixed program take turns N times. A finding that says "measured" holds if it is within
 30 % of that, one that says "at most" if it is not less. Each case is a line of FILE, and a run that was
 stopped goes on there. Of the scored half only kinds and numbers are shown."""
@@ -90,7 +90,7 @@ def totals(rows: list[dict]) -> dict:
 
 def in_words(row: dict) -> str:
     "One line of a judged case."
-    what = ('ALARM' if row['false_alarm'] else 'healthy') if 'false_alarm' in row else \
+    what = ('ALARM' if row['false_alarm'] else 'no finding') if 'false_alarm' in row else \
         f'named {row["named"] or "-"} led {row["led"] or "-"}'
     gain = lambda f: f'{"" if f["measured"] else "at most "}{f["gain"] or 1:.1f} x'   # none: on a GPU alone
     found = '; '.join(f'{f["cause"]} {gain(f)}' for f in row['findings'][:3])
@@ -138,7 +138,7 @@ def published(rows: list[dict]) -> list[dict]:
 def total_lines(total: dict) -> list[str]:   # of `totals`
     "The counts for reading."
     return [f'{half} half: {n["led"]} of {n["slow"]} right fixes proposed, {n["named"]} causes named; '
-            f'{n["false_alarms"]} of {n["healthy"]} healthy programs called slow; '
+            f'{n["false_alarms"]} of {n["healthy"]} controls flagged; '
             f'{n["within_30_percent"]} of {n["tried"]} tried gains within 30 %, {n["held"]} of '
             f'{n["at_most"]} upper limits held; {n["longest_seconds"]:.0f} s at most'
             for half, n in total.items() if n['slow'] + n['healthy']]
