@@ -194,4 +194,5 @@ def page_origin() -> str:
             'compares the median time of a row with that of the first row, and ± is the interquartile range '
             'of this factor over the rounds (in the first row: of its time), in per cent of the median; '
             f'above {_QUIET:.0%} it is called noisy. Records are older measurements, each with its device '
-            'and date.*')
+            "and date; in their tables, ± may be the spread of a row's own time, and a factor in the text "
+            'combines both rows.*')

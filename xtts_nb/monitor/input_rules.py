@@ -72,7 +72,7 @@ def find_python_input(seen: _Seen) -> list[Finding]:
         f'{what} {busy:.0%} of the time and the step waits for it {waits:.0%}; it holds the '
         'GIL, so only one runs at a time',
         'write it with TensorFlow operations (dataset.map with num_parallel_calls=tf.data.AUTOTUNE), '
-        'or do it once and cache() or store the result',
+        'or, if it draws no random numbers, do it once and cache() or store the result',
         1., place,
         'arrays = x, y   # all rows, made once before the training\n'
         'dataset = tf.data.Dataset.from_tensor_slices(arrays).shuffle(1000).batch(size).prefetch(2)',
