@@ -1,5 +1,4 @@
 "Watched programs, made by hand."
-
 from types import SimpleNamespace
 
 import tensorflow as tf

@@ -46,12 +46,13 @@ es|a la 1:30, a las 14:05 h|a la una treinta, a las catorce cero cinco horas
 es|+34 600 123 456|más treinta y cuatro, seis cero cero, uno dos tres, cuatro cinco seis
 es|ana@example.es, www.example.com|ana arroba example punto e s, w w w punto example punto com
 fa|۵ km و ۳٫۵ kg، ۱۰۰ km/h، ۱۰ m²|پنج کیلومتر و سه ممیز پنج کیلوگرم، صد کیلومتر در ساعت، ده متر مربع
-fa|۱۴۰۳/۰۲/۲۸|بیست و هشتم اردیبهشت هزار و چهارصد و سه
-fa|۲۰۲۴/۰۵/۰۳|سوم مه دو هزار و بیست و چهار
+fa|۱۴۰۳/۰۲/۲۸، ۲۰۲۴/۰۵/۰۳|بیست و هشتم اردیبهشت هزار و چهارصد و سه، سوم مه دو هزار و بیست و چهار
 fa|۰۹۱۲ ۱۲۳ ۴۵۶۷|صفر نهصد و دوازده، صد و بیست و سه، چهل و پنج شصت و هفت
 fa|anna@example.ir، www.example.com|anna ات example نقطه آی آر، دبلیو دبلیو دبلیو نقطه example نقطه کام
 it|100 km/h, 1 km, 17/05/2024|cento chilometri orari, un chilometro, diciassette maggio duemilaventiquattro
 pt|17/05/2024, 1 kg|dezassete de maio de dois mil e vinte e quatro, um quilograma
+ru|2 км, 5 км|два километра, пять километров
+pl|2 km, 5 km|dwa kilometry, pięć kilometrów
 zh|5 km, 20°C|五公里, 二十摄氏度
 '''.strip().splitlines()
 

@@ -210,7 +210,6 @@ def _whole_cycles(
     cycle, steady = find_cycle(seconds)[0], list(seconds[first:])
     return steady[len(steady) % cycle:] if 0 < cycle <= len(steady) else steady
 
-
 # %% ../../nbs/monitor/loop.ipynb #6447b064
 def drain(
     batches,                  # an iterator
