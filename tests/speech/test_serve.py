@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import soundfile
 from fastapi.testclient import TestClient
+from starlette.testclient import WebSocketDenialResponse
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
@@ -548,3 +549,68 @@ def test_the_page_in_a_browser(service, toy):
         page.get_by_label('کلید').wait_for()
         assert {str(s) for s in seen if not str(s).startswith((url, 'blob:', 'data:'))} == set()
         browser.close()
+
+# --- text over a WebSocket ----------------------------------------------------------------------------------
+
+STREAM = '/v1/text-to-speech/{}/stream-input?output_format={}'
+
+def rest_of(socket) -> tuple[bytes, dict]:
+    "The sound that comes until a stream ends, and the last message."
+    sound = b''
+    while (message := socket.receive_json()).get('audio'): sound += base64.b64decode(message['audio'])
+    return sound, message
+
+def test_a_text_is_spoken_while_it_is_written(client, toy, service):
+    with client.websocket_connect(STREAM.format('bert', 'pcm_24000') + '&seed=7&language_code=en') as socket:
+        def say(text, **more): socket.send_json({'text': text} | more)
+        say(' ', voice_settings={'speed': 2})
+        for word in ('Aa bb', ' cc dd ee', ' ff, ', 'gg'): say(word)
+        until(lambda: toy.submitted)   # a clause, which is heard while the rest is written
+        first = base64.b64decode(socket.receive_json()['audio'])
+        assert samples(first)[0] == pytest.approx(level('Aa bb cc dd ee ff,'), abs=1e-4)
+        say(' hh! Aa, '), say('bb', flush=True), say('')
+        sound, message = rest_of(socket)
+        assert message == {'audio': None, 'isFinal': True}
+    assert ''.join(s.text for s in toy.submitted).replace(' ', '') == 'Aabbccddeeff,gghh!Aa,bb'
+    assert {(*s.given[:2], s.given[3]) for s in toy.submitted} == {('en', 'B', 2.)}
+    until(lambda: not service.open)
+    assert toy.submitted[0].given[2] == 7 and len(sound) > 6 * PART
+    assert service.metrics.statuses() == {101: 1}
+
+@pytest.mark.parametrize('voice, form, messages, code', [
+    ('carl', 'pcm_24000', [], 404), ('anna', 'ulaw_8000', [], 400), ('anna', 'flac_24000', [], 400),
+    ('anna', 'pcm_24000', ['no JSON'], 400), ('anna', 'pcm_24000', ['{"text": 3}'], 400),
+    ('anna', 'pcm_24000', ['{"text": "a", "voice_settings": {"speed": 9}}'], 400),
+    ('anna', 'pcm_24000', [json.dumps({'text': 'a' * 71})], 413), ('anna', 'mp3_24000', [], 408)], ids=str)
+def test_a_stream_that_is_refused(client, toy, service, monkeypatch, voice, form, messages, code):
+    monkeypatch.setattr(serving, '_QUIET_SECONDS', (.1, .1))
+    with client.websocket_connect(STREAM.format(voice, form)) as socket:
+        for message in messages: socket.send_text(message)
+        error = socket.receive_json()
+        assert error['code'] == code and error['message'] and not toy.submitted
+        assert socket.receive()['code'] == 1008
+    until(lambda: not service.open)
+
+def test_who_may_open_a_stream(client, service):
+    for headers, key in (({'Origin': 'https://evil.example'}, None), ({'xi-api-key': 'wrong'}, 'secret')):
+        service.key = key
+        with pytest.raises(WebSocketDenialResponse) as refused:
+            client.websocket_connect(STREAM.format('anna', 'pcm_24000'), headers=headers).__enter__()
+        assert refused.value.status_code == (401 if key else 403)
+    path = STREAM.format('anna', 'pcm_24000')
+    with client.websocket_connect(path, headers={'xi-api-key': 'secret'}) as socket:
+        socket.send_json({'text': ''})
+        assert rest_of(socket)[1]['isFinal']
+
+def test_the_client_of_elevenlabs(service, toy):
+    elevenlabs = pytest.importorskip('elevenlabs.client', reason='no elevenlabs here: pip install elevenlabs')
+    with served(service, request_seconds=.5) as url:
+        speech = elevenlabs.ElevenLabs(api_key='any').text_to_speech
+        speech._ws_base_url = url.replace('http', 'ws')   # it knows wss alone
+        def words():
+            for word in ('Aa bb cc dd ee ff, ', 'gg hh. ', 'Hh aa.'):
+                yield word
+                time.sleep(.3)   # longer than a connection may be without a request
+        sound = b''.join(speech.convert_realtime('anna', text=words(), output_format='pcm_24000'))
+        assert len(sound) > 3 * 6 * PART and len(toy.submitted) == 3
+        until(lambda: not service.open)

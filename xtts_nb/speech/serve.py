@@ -33,12 +33,13 @@ from fastcore.basics import patch
 
 from ..config import UserError
 from ..data.audio import load_audio, open_audio, _pcm16
+from ..data.sentences import _CLAUSE, _SENTENCE, break_places
 from ..files import _listener, _raise_file_limit
 
 try:
-    import anyio, av, python_multipart, uvicorn   # noqa: F401
+    import anyio, av, python_multipart, uvicorn, websockets   # noqa: F401
     from anyio.to_thread import run_sync
-    from fastapi import FastAPI, Request
+    from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
     from prometheus_client import (
         CollectorRegistry, Counter, disable_created_metrics, Gauge, generate_latest, Histogram)
@@ -147,11 +148,13 @@ async def _read_request(request: Request) -> SpeechBody:
     except TimeoutError:
         raise ServiceError(408, f'The body did not arrive within {_REQUEST_SECONDS:g} s.',
                            Connection='close') from None
-    try:
-        if isinstance(given, bytes): return SpeechBody.model_validate_json(given)
-        wanted = SpeechBody.model_validate(given)
-        wanted._recording = recording
-        return wanted
+    if isinstance(given, bytes): return _valid(SpeechBody.model_validate_json, given)
+    wanted = _valid(SpeechBody.model_validate, given)
+    wanted._recording = recording
+    return wanted
+
+def _valid(check, given) -> SpeechBody:
+    try: return check(given)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = '.'.join(map(str, first['loc'])) or None
@@ -516,14 +519,14 @@ def _sound_step(sounds, writer: Encoder, pause: int) -> tuple:   # samples or No
 async def sound(self: SpeechService,
     wanted: SpeechBody,
     voice,
-    pieces: list,     # of the text, as of `check`
+    rest: deque,      # of the pieces as of `check`, each with its seed
     notes: dict,      # `began`, when the request came; gets `first`, the seconds until the first sound
+    more=None,        # async: waits for a piece in `rest`; false where none comes any more
 ) -> AsyncIterator[bytes]:
     "The sound of a request; what is raised before the first bytes can still become a status."
-    from xtts_nb.speech.generate import piece_seeds
-    rate, live, rest = self.engine.sample_rate, deque(), deque(zip(pieces, piece_seeds(wanted.seed)))
-    speed = wanted.speed or self.engine.speaker.speech.speed
-    kind, known = wanted.response_format, len(pieces) < 2 and not any(streams for _, streams in pieces)
+    rate, live, began = self.engine.sample_rate, deque(), notes['began']
+    speed, kind = wanted.speed or self.engine.speaker.speech.speed, wanted.response_format
+    known = not more and len(rest) < 2 and not any(streams for (_, streams), _ in rest)
     writer = Encoder(kind, rate, wanted.sample_rate, kind == 'flac' or known and kind != 'pcm')
     sent, overdue, timer = 0, False, None
 
@@ -532,16 +535,21 @@ async def sound(self: SpeechService,
         if overdue := not utterance.started: utterance.cancel()
 
     def heard() -> float:   # when the client has played what it has
-        return notes['began'] + notes['first'] + sent / rate if sent else time.monotonic()
+        return began + notes['first'] + sent / rate if sent else time.monotonic()
 
     try:
-        self._submit(live, rest, wanted, voice)
-        left = notes['began'] + self.wait - time.monotonic()
-        if live: timer = asyncio.get_running_loop().call_later(left, give_up, live[0][0])
-        while live:
+        while True:
+            self._submit(live, rest, wanted, voice, heard() if sent else None)
+            if not live:
+                if not (more and await more()): break
+                if not sent: began = time.monotonic()   # nothing could be said before
+                continue
+            if not (sent or timer):
+                left = began + self.wait - time.monotonic()
+                timer = asyncio.get_running_loop().call_later(left, give_up, live[0][0])
             utterance, piece, _ = live[0]
             sounds, samples = iter(utterance), 0
-            pause = round(piece.pause / speed * rate) if rest or len(live) > 1 else 0
+            pause = round(piece.pause / speed * rate) if rest or more or len(live) > 1 else 0
             while samples is not None:
                 samples, part = await run_sync(_sound_step, sounds, writer, pause, abandon_on_cancel=True,
                                                limiter=self.threads)
@@ -549,7 +557,7 @@ async def sound(self: SpeechService,
                     raise ServiceError(503, f'No row became free within {self.wait:g} s; try again later.',
                                        code='queue_timeout', Retry_After=self.later())
                 if samples and not sent:
-                    notes['first'] = time.monotonic() - notes['began']
+                    notes['first'] = time.monotonic() - began
                     self.metrics.first_sound.observe(notes['first'])
                 sent += samples or 0
                 self._submit(live, rest, wanted, voice, heard())
@@ -557,7 +565,6 @@ async def sound(self: SpeechService,
             live.popleft()
             self.metrics.codes.inc(utterance.codes)
             notes['codes'] = notes.get('codes', 0) + int(utterance.codes)
-            self._submit(live, rest, wanted, voice, heard())
         self.whole += 1
         silence = b'' if sent else writer.write(np.zeros(rate // 4, np.float32))   # nothing was to be said
         yield silence + await run_sync(writer.end)
@@ -593,6 +600,118 @@ class _SoundAnswer(StreamingResponse):
             await send({'type': 'http.response.body', 'body': b'', 'more_body': False})
         finally: await sounds.aclose()
 
+# %% ../../nbs/speech/serve.ipynb #63f50e83
+_TEXT_STREAM = '/v1/text-to-speech/{voice}/stream-input'
+_OUTPUT = re.compile(r'([a-z\d]+)_(\d+)(?:_\d+)?')   # format, rate in Hz; the rate in kbit/s has no effect
+_QUIET_SECONDS = 20., 180.   # without a message, after which a stream ends: as a rule, and at most
+_PIECES = 32                 # that may wait; then the text of the client waits
+_CLAUSE_LETTERS = 12         # a shorter clause is spoken with what follows
+
+def _whole_part(
+    text: str,        # so far
+    language: str,
+    soon: bool,       # a clause is enough
+) -> int:             # characters
+    "How much of a growing text can be spoken."
+    _, found = break_places(text, language.split('-')[0])
+    letters = lambda i: sum(map(str.isalnum, text[:i]))
+    return max((i for i, (rank, _) in found.items() if i < len(text) and (
+        rank <= _SENTENCE or soon and rank == _CLAUSE and letters(i) >= _CLAUSE_LETTERS)), default=0)
+
+# %% ../../nbs/speech/serve.ipynb #0f1a6fb5
+class _TextStream:
+    "The text of a WebSocket, as pieces for `SpeechService.sound`."
+    def __init__(self, service: SpeechService, socket: WebSocket, wanted: SpeechBody):
+        from xtts_nb.speech.generate import piece_seeds
+        self.service, self.socket, self.wanted = service, socket, wanted
+        self.rest, self.came, self.order = deque(), asyncio.Event(), asyncio.Lock()
+        self.text, self.ended, self.hungry = '', False, True   # hungry: the listener has nothing to hear
+        self.seeds = piece_seeds(wanted.seed)
+        quiet, most = _QUIET_SECONDS
+        try: self.quiet = min(most, max(1., float(socket.query_params.get('inactivity_timeout', quiet))))
+        except ValueError: self.quiet = quiet
+
+    async def listen(self):
+        "Until the text ends; raises `ServiceError`."
+        text, notes = ' ', self.socket.scope['notes']
+        while text:
+            while len(self.rest) > _PIECES: await asyncio.sleep(.1)
+            try:
+                async with asyncio.timeout(self.quiet): message = json.loads(await self.socket.receive_text())
+                if not isinstance(text := message['text'], str): raise TypeError
+            except TimeoutError:
+                raise ServiceError(408, f'No text came for {self.quiet:g} s; send "" to end it.') from None
+            except (ValueError, KeyError, TypeError):
+                raise ServiceError(400, 'A message is {"text": "..."}, as JSON.', 'text') from None
+            self.wanted.speed = self._speed(message.get('voice_settings'))
+            self.text += text
+            notes['characters'] = notes.get('characters', 0) + len(text)
+            await self.divide(not text or message.get('flush') is True)
+        self.ended = True
+        self.came.set()
+
+    def _speed(self, settings) -> float | None:
+        given = settings.get('speed') if isinstance(settings, dict) else None
+        return self.wanted.speed if given is None else _valid(SpeechBody.model_validate, {
+            'input': '', 'speed': given}).speed
+
+    async def divide(self, whole: bool = False):
+        "Make pieces of what can be spoken."
+        async with self.order:   # checks take their time, and pieces stay in order
+            language = self.wanted.language or self.service.language
+            whole = whole or len(self.text) > self.service.max_characters // 2   # no sentence is as long
+            at = len(self.text) if whole else _whole_part(self.text, language, self.hungry)
+            self.wanted.input, self.text = self.text[:at], self.text[at:]
+            if self.wanted.input.strip():
+                _, pieces = await self.service.check(self.wanted)
+                self.rest += zip([(piece, streams and self.hungry) for piece, streams in pieces], self.seeds)
+            self.came.set()
+
+    async def more(self) -> bool:
+        "Wait for a piece; false at the end of the text."
+        self.hungry = True
+        await self.divide()
+        while not self.rest and not self.ended:
+            self.came.clear()
+            await self.came.wait()
+        self.hungry = False
+        return bool(self.rest)
+
+# %% ../../nbs/speech/serve.ipynb #d2ce849e
+def _stream_body(voice: str, query) -> SpeechBody:
+    "What the address of a stream asks for; raises `ServiceError`."
+    kind = query.get('output_format', 'mp3_44100_128')
+    if not (parts := _OUTPUT.fullmatch(kind)) or parts[1] == 'flac':   # which is sent at its end
+        raise ServiceError(400, f'output_format: expected one such as pcm_24000, got {kind[:40]}.',
+                           'output_format')
+    return _valid(SpeechBody.model_validate, {
+        'input': '', 'voice': voice, 'response_format': parts[1], 'sample_rate': int(parts[2][:6]),
+        'language': query.get('language_code'), 'seed': query.get('seed')})
+
+async def _speak_stream(service: SpeechService, socket: WebSocket, voice: str):
+    "Speak the text of a WebSocket while it comes."
+    notes = socket.scope['notes']
+    await socket.accept()
+    try:
+        socket.scope['place'].enter_context(service.place())
+        text = _TextStream(service, socket, _stream_body(voice, socket.query_params))
+        known = await run_sync(service.voice_named, voice)
+        sounds = service.sound(text.wanted, known, text.rest, notes, text.more)
+        async with asyncio.TaskGroup() as tasks, aclosing(sounds):
+            tasks.create_task(text.listen())
+            async for part in sounds:
+                if part: await socket.send_json({'audio': base64.b64encode(part).decode(), 'isFinal': None})
+        await socket.send_json({'audio': None, 'isFinal': True})
+        await socket.close()
+    except* WebSocketDisconnect: pass
+    except* Exception as errors:
+        error = errors.exceptions[0]
+        refusal = _refusal(error)
+        with suppress(WebSocketDisconnect):
+            await socket.send_json({'message': str(refusal), 'error': refusal.code, 'code': refusal.status})
+            await socket.close(1011 if refusal.status >= 500 else 1008)
+        if refusal.status == 500: raise error from None
+
 # %% ../../nbs/speech/serve.ipynb #5e7e0a1d
 def _access_line(
     scope: dict,    # of the request
@@ -602,11 +721,11 @@ def _access_line(
     "Time, client, method, path, status, seconds; of speech also the first sound and the characters."
     client, path = (scope.get('client') or ('-',))[0], scope.get('raw_path') or scope['path'].encode()
     parts = [datetime.now().astimezone().isoformat(timespec='seconds'), ''.join(client.split())[:60] or '-',
-             scope['method'], path.decode('ascii', 'backslashreplace')[:200], str(status),
+             scope.get('method', 'WebSocket'), path.decode('ascii', 'backslashreplace')[:200], str(status),
              f'{time.monotonic() - notes["began"]:.3f} s']
     if 'first' in notes: parts.append(f'first sound {notes["first"]:.3f} s')
     if 'characters' in notes: parts.append(f'{notes["characters"]} characters')
-    if status == 200 and not notes.get('whole'): parts.append('cut off')
+    if status in (101, 200) and not notes.get('whole'): parts.append('cut off')
     return ' '.join(parts)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0c1d
@@ -620,13 +739,15 @@ class _Gate:
         self.app, self.service, self.log = app, service, log
 
     async def __call__(self, scope, receive, send):
-        if scope['type'] != 'http': return await self.app(scope, receive, send)
+        if scope['type'] == 'lifespan': return await self.app(scope, receive, send)
         path = scope['path'].rstrip('/') or '/'
         scope = scope | {'path': _SPEECH if path == f'{_SPEECH}/upload' else path}
         notes, status = {'began': time.monotonic(), 'status': None}, 499   # the client went away before
         async def noted(message):
-            notes['status'] = message.get('status', notes['status'])
-            notes['whole'] = message['type'] == 'http.response.body' and not message.get('more_body', False)
+            opened = 101 if message['type'] == 'websocket.accept' else notes['status']
+            notes['status'] = message.get('status', opened)
+            notes['whole'] = message.get('code') == 1000 or (
+                message['type'] == 'http.response.body' and not message.get('more_body', False))
             await send(message)
         try:
             with ExitStack() as scope['place']: await self._answer(scope | {'notes': notes}, receive, noted)
@@ -635,14 +756,16 @@ class _Gate:
             status = 500
             raise
         finally:
-            if scope['path'] == _SPEECH: self.service.metrics.requests.labels(status).inc()
+            if scope['path'] == _SPEECH or scope['type'] == 'websocket':
+                self.service.metrics.requests.labels(status).inc()
             self.log(_access_line(scope, status, notes))
 
     async def _answer(self, scope, receive, send):
-        method, path, headers = scope['method'], scope['path'], Headers(scope=scope)
+        method, path, headers = scope.get('method', 'POST'), scope['path'], Headers(scope=scope)
         try:
             if path not in _OPEN and (self.service.private_lists or not path.startswith(_LISTS)):
-                self.service.check_key(headers.get('authorization', '').encode('latin-1'))
+                key = headers.get('authorization') or headers.get('xi-api-key', '')   # the second: ElevenLabs
+                self.service.check_key(key.encode('latin-1'))
             self.service.check_sender(method, headers)
             if method == 'OPTIONS':
                 return await Response(headers={'Allow': 'GET, HEAD, OPTIONS, POST'})(scope, receive, send)
@@ -655,17 +778,22 @@ class _Gate:
         await _error_answer(refusal)(scope, receive, send)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e001f
+def _refusal(error: Exception) -> ServiceError:
+    "The answer to an error."
+    from xtts_nb.speech.stream import EngineClosed
+    if isinstance(error, ServiceError): return error
+    if isinstance(error, EngineClosed):
+        return ServiceError(503, 'The engine is closed; try again.', Retry_After='1')
+    if isinstance(error, UserError): return ServiceError(400, str(error))
+    if isinstance(error, HTTPException):
+        return ServiceError(error.status_code, error.detail, **(error.headers or {}))
+    if isinstance(error, ClientDisconnect): return ServiceError(499, 'The client went away.')
+    return ServiceError(500, 'The service failed; its log says how.')
+
 def _handle_errors(app: FastAPI):
     "Answer each error in OpenAI's form."
-    from xtts_nb.speech.stream import EngineClosed
-    known = {ServiceError: lambda e: e,
-             EngineClosed: lambda e: ServiceError(503, 'The engine is closed; try again.', Retry_After='1'),
-             UserError: lambda e: ServiceError(400, str(e)),
-             HTTPException: lambda e: ServiceError(e.status_code, e.detail, **(e.headers or {})),
-             ClientDisconnect: lambda e: ServiceError(499, 'The client went away.'),
-             Exception: lambda e: ServiceError(500, 'The service failed; its log says how.')}
-    for kind, told in known.items():
-        async def answer(request, error, told=told): return _error_answer(told(error))
+    async def answer(request, error): return _error_answer(_refusal(error))
+    for kind in (ServiceError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e001e
@@ -680,6 +808,7 @@ def _speech_app(
     log=None,     # called with a line for each request
 ) -> FastAPI:
     "The routes of a service."
+    from xtts_nb.speech.generate import piece_seeds
     app = FastAPI(title='xtts_nb', docs_url=None, redoc_url=None, redirect_slashes=False)
     page = (files('xtts_nb.speech') / 'page.html').read_text(encoding='utf-8')
     app.state.service = service
@@ -705,9 +834,13 @@ def _speech_app(
         if fresh := service.fresh_fields(wanted):
             log(f'Fields without effect, each listed once: {", ".join(fresh)}')
         voice, pieces = await service.check(wanted)
-        sound, kind = service.sound(wanted, voice, pieces, notes), _FORMATS[wanted.response_format][0]
+        rest, kind = deque(zip(pieces, piece_seeds(wanted.seed))), _FORMATS[wanted.response_format][0]
+        sound = service.sound(wanted, voice, rest, notes)
         if wanted.stream_format == 'sse': sound, kind = _events(sound, wanted, notes), 'text/event-stream'
         return _SoundAnswer(sound, media_type=kind, headers={'X-Sample-Rate': str(wanted.sample_rate)})
+
+    @app.websocket(_TEXT_STREAM)
+    async def text_stream(socket: WebSocket, voice: str): await _speak_stream(service, socket, voice)
 
     @app.get('/v1/audio/voices')
     def voices():
@@ -758,7 +891,7 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self.late = self.loop.call_later(self.request_seconds, transport.abort)
         if len(self.connections) > self.most:
-            idle = (c for c in self.connections if c.idle and not c.transport.is_closing())
+            idle = (c for c in self.connections if getattr(c, 'idle', False) and not c.transport.is_closing())
             min(idle, key=lambda c: c.opened).transport.abort()   # it may be this one
 
     def data_received(self, data):
@@ -766,6 +899,10 @@ class _Connection(H11Protocol):
             self.late = self.loop.call_later(self.request_seconds, self.transport.abort)
         super().data_received(data)
         if not self.idle: self.late = self._cancel(self.late)
+
+    def handle_websocket_upgrade(self, event):
+        self.late = self._cancel(self.late)
+        super().handle_websocket_upgrade(event)
 
     def send_400_response(self, msg: str):   # no answer may be under way
         if self.cycle and self.cycle.response_started and not self.idle: return self.transport.abort()
@@ -823,8 +960,9 @@ def serve(
         log(f'Warning: {host} can be reached from other machines and no key is required; set one with --key.')
     most = min(connections, _raise_file_limit(4 * connections) // 2)
     protocol = partial(_Connection, most=most, request_seconds=request_seconds)
-    config = uvicorn.Config(_speech_app(service, log), http=protocol, ws='none', lifespan='off',
-                            log_level='warning', timeout_graceful_shutdown=2)
+    config = uvicorn.Config(_speech_app(service, log), http=protocol, ws='websockets-sansio',
+                            ws_max_size=_BODY_BYTES, lifespan='off', log_level='warning',
+                            timeout_graceful_shutdown=2)
     name = f'[{host}]' if ':' in host else host
     ready(f'http://{name}:{listener.getsockname()[1]}')
     try:
