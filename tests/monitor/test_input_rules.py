@@ -10,7 +10,7 @@ from xtts_nb.monitor.loop import tf_sleep
 
 def test_a_step_alone_is_timed_and_what_python_does_beside_it_stays():
     step = tf.function(lambda x: x + 1)
-    events, last = calls('call', 100), {('call', LINE): (step, '__call__', (tf.zeros(3),), {})}
+    events, last = calls('call', 100, .1, .05), {('call', LINE): (step, '__call__', (tf.zeros(3),), {})}
     part = seen(['input'] * 40 + ['graph'] * 50 + ['own'] * 10, events, last=last)
     assert page._alone_seconds(part, 1.) == pytest.approx(.1, abs=.02)   # the graph takes far less than 0.5 s
     assert page._alone_seconds(part, 1e-6) == pytest.approx(.6e-6)       # never longer than in the loop

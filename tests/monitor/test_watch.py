@@ -14,7 +14,7 @@ from watched import calls, LINE, OTHER, seen, watched
 from xtts_nb.monitor import seen as trials, watch as page
 from xtts_nb.monitor.loop import TF_FUNCTION
 from xtts_nb.monitor.leave_out import _variables_put_back
-from xtts_nb.monitor.seen import steady_part
+from xtts_nb.monitor.seen import steady_part, waiting
 from xtts_nb.monitor.watch import _Place, Watch, _is_users, libraries, look_at, _place_of, _users_frame
 
 HERE = __file__
@@ -187,9 +187,11 @@ def test_the_main_loop_begins_with_its_third_call():
     assert nothing.loop == () and (nothing.begin, nothing.end) == (0., 10.)
     fits = steady_part(watched([], calls('fits', 6, 1.) + calls('fit', 50)))
     assert fits.loop == ('fits', LINE) and fits.begin == 2.
-    within = steady_part(watched([], calls('fit', 50), windows=[(1., 2.), (2., 4.05)]))
-    assert within.loop == ('fit', LINE) and (within.begin, within.end) == (2.,
-        4.05) and len(within.steps) == 21
+    assert steady_part(watched([], calls('fits', 6, .01) + calls('call', 60, .15, place=OTHER))).loop[0] == 'call'
+    two = SimpleNamespace(wait_share=.25), SimpleNamespace(wait_share=.75)
+    within = steady_part(watched([], calls('fit', 50), windows=[(2., 4.05, two[0]), (1., 2., two[1])], fits=two))
+    assert (*within.loop, within.begin, within.end, len(within.steps)) == ('fit', LINE, 2., 4.05, 21)
+    assert waiting(within) == .25   # of the fit whose steps these are
 
 def test_variables_are_put_back():
     "One of a graph, as programs of the first TensorFlow have it, has no value outside: it is left alone."

@@ -244,7 +244,7 @@ class Diagnosis:
         return '\n'.join([*self.lines()[:2], *found, *(f'\nNote: {n}' for n in self.notes)])
 
 # %% ../../nbs/monitor/diagnose.ipynb #373c561a
-_WHOLE_INPUT = 'input-bound', 'waiting for batches'   # the loop on batches that are ready is their limit
+_WHOLE_INPUT = 'input-bound', 'waiting for batches'
 _SHORT_COMPILE = 5.   # s of the first step, up to which XLA is tried too
 
 def diagnose(
@@ -265,8 +265,7 @@ def diagnose(
     call = _compiled_call(seen)
     if call and first < _SHORT_COMPILE and hasattr(call.function, 'get_concrete_function'):
         found += seen.ask(_NO_XLA, call, seen.part('graph'))
-    limit = lambda f: min(f.gain, m.at_most['input']) if f.cause in _WHOLE_INPUT else f.gain
-    found = [_with_fix(replace(f, gain=limit(f)), resident) for f in found]
+    found = [_with_fix(_limited(f, m.at_most['input']), resident) for f in found]
     budget, left = min(2., max(8, batches) * m.loop), seconds + 10.
     tried = [_try_fix(f, dataset, step, batches, budget, notes) if time.perf_counter() - start < left else f
              for f in found]
@@ -282,6 +281,11 @@ def diagnose(
     shares = {name: round(max(0., share), 3) for name, share in shares.items()}
     bound = max(shares, key=shares.get)
     return Diagnosis(findings, m, f'{bound}-bound', shares, notes, time.perf_counter() - start)
+
+def _limited(f: Finding, most: float) -> Finding:
+    "For all that may be wrong with the input, the loop on batches that are ready is the limit."
+    if f.cause not in _WHOLE_INPUT: return f
+    return replace(f, gain=min(f.gain, most), low=min(f.low, most), high=min(f.high, most))
 
 def _without_place(f: Finding, place) -> Finding:
     "The line that calls `diagnose` is none of the training."

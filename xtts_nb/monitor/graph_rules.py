@@ -61,7 +61,11 @@ class _Part:
 def find_in_graph(seen: _Seen) -> list[Finding]:
     "What the graph of the compiled step shows."
     call = _compiled_call(seen)
-    computing = seen.share('graph') if seen.loop and seen.loop[0] != 'fit' else 1 - waiting(seen)
+    computing = 1 - waiting(seen)
+    if seen.loop[:1] != ('fit',):
+        spent = Counter()
+        for e in seen.events: spent[e.place] += e.seconds * (e.kind == 'call')
+        computing = seen.part('graph') * max(spent.values(), default=0.) / (sum(spent.values()) or 1.)
     if call is None or computing < .3 or not hasattr(call.function, 'get_concrete_function'): return []
     rules = *_PARTS, _python_inside, _recurrent_dropout
     return [f for rule in rules for f in seen.ask(rule, call, computing)]
@@ -541,8 +545,7 @@ def _epochs(seen: _Seen) -> int:
     "How often the same rows are given to the step, as far as is known."
     made = _datasets_of(seen, own=False)
     if not made or python_operations(made[-1]) or _random_rows(made[-1]): return 1
-    fits = seen.watch.fits
-    if seen.loop[0] == 'fit' and fits: return max(fits[-1].planned, len(fits))
+    if seen.loop[0] == 'fit' and seen.fit: return max(seen.fit.planned, len(seen.watch.fits))
     passes = seen.watch.datasets.get(seen.loop[1])
     return max(passes.alike if passes else 1, 2 * any(s.name == 'Repeat' for s in stages(made[-1])))
 
@@ -797,7 +800,7 @@ def find_fetches(seen: _Seen) -> list[Finding]:
     fetched = Counter(e.place for e in seen.events if e.kind == 'fetch').most_common(1)
     place, count = fetched[0] if fetched else (None, 0)
     if place is None or count < .9 * steps: return []
-    share, call = seen.share('fetch'), _compiled_call(seen)
+    share, call = seen.part('fetch'), _compiled_call(seen)
     alone = tried(call) if call else None
     if alone is None and seen.seconds / steps > _SHORT_STEP: return []
     if alone is not None: share = min(share, max(0., 1 - alone * steps / seen.seconds))   # it computes anyway

@@ -52,7 +52,7 @@ def find_python_input(seen: _Seen) -> list[Finding]:
             waits, place, 'self.function = tf.function(...)   # in __init__, not for each batch',
             # what is compiled behind a trace is compiled once then
             max(0., 1 - traced - seen.beside('graph')))]
-    if place and re.search(r'\b(open|load|imread|read\w*)\(', place.text):
+    if place and re.search(r'\b(open|load|imread|(?!ready)read\w*)\(', place.text):
         packed = re.search('gzip|bz2|lzma|zipfile|npz', place.text)
         return [finding(
             seen, f'{_ZIPPED.cause} read in Python' if packed else 'many small files read in Python',
@@ -61,9 +61,9 @@ def find_python_input(seen: _Seen) -> list[Finding]:
             _ZIPPED.fix if packed else 'pack the rows into a few files (one npy that is mapped, TFRecord) '
             'and read them with tf.data, or cache() what was read',
             waits, place)]
-    # written with operations of TensorFlow it takes little, and shares the cores with the step no more
+    # written with operations of TensorFlow it takes little, and leaves cores and GIL to the step
     period = seen.seconds / max(1, len(seen.steps))
-    after = _alone_seconds(seen, period) / period
+    after = _alone_seconds(seen, period, max(0., busy - waits)) / period
     what = ('a Python generator makes rows or batches' if generator else
             'CRITICAL: tf.numpy_function found in data pipeline! A Python function (numpy_function, '
             'py_function) runs')
@@ -84,7 +84,7 @@ def find_few_threads(seen: _Seen) -> list[Finding]:
     waits = waiting(seen)
     for dataset in _datasets_of(seen)[-1:] if waits > .12 else []:
         own = _host_part(dataset)[0].options().threading.private_threadpool_size or 0
-        calls = max([1, *(s.calls for s in stages(dataset) if s.calls)])
+        calls = max(cores() if s.calls == -1 else s.calls or 1 for s in stages(dataset))   # -1: AUTOTUNE
         if 0 < own < min(calls, cores()):
             return [finding(
                 seen, 'too few threads for the parallel calls',
@@ -151,7 +151,7 @@ def find_small_evaluation(seen: _Seen, enough: int = 256) -> list[Finding]:
         size, share = kwargs.get('batch_size') or 32, sum(e.seconds for e in some) / seen.seconds
         rows = some[-1].rows
         if name.endswith('on_batch') or size > _TINY_ROWS or rows < 4 * size or share < .2: continue
-        more = kwargs | {'batch_size': enough, 'verbose': 0}
+        more = kwargs | {'batch_size': enough, 'verbose': 0, 'callbacks': None}
         larger = tried(partial(getattr(network, name), *args, **more))
         each = statistics.median(e.seconds for e in some)
         if larger is None or larger > .5 * each: continue
@@ -160,7 +160,7 @@ def find_small_evaluation(seen: _Seen, enough: int = 256) -> list[Finding]:
             f'model.{name} reads {rows:,} rows in batches of {size}, and takes {share:.0%} of the time, '
             f'{ms(each)} a call; in batches of {enough} it takes {ms(larger)}',
             f'batch_size={enough}: no result depends on it', share, key[1],
-            f'model.{name}(x, batch_size={enough})', larger / each, True)]
+            f'model.{name}(x, batch_size={enough})', larger / each, True, timed=True)]
     return []
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a00007
@@ -339,18 +339,22 @@ def _passes(seen: _Seen, made: list) -> tuple[int, bool]:   # how many, whether 
     "Over the pipeline of the loop."
     known = _host_part(made[-1])[0].cardinality().numpy()
     passes = seen.watch.datasets.get(seen.loop[1], _Passes(total=1, alike=1))
-    if seen.loop[0] == 'fit' and seen.watch.fits:   # it takes more iterators than it reads
-        fit, alike = seen.watch.fits[-1], passes.alike == passes.total
+    if seen.loop[0] == 'fit' and seen.fit:   # it takes more iterators than it reads
+        fit, alike = seen.fit, passes.alike == passes.total
         epochs = sum(f.epochs for f in seen.watch.fits) if alike else fit.epochs
         return epochs, known <= 0 or fit.asked is None or fit.asked >= .9 * known
     steps = sum(e.kind == 'next' and e.place == seen.loop[1] for e in seen.watch.events) or len(seen.steps)
     return passes.total, known <= 0 or steps / passes.total >= .9 * known
 
-def _again(seen: _Seen, some: list, passes: int) -> bool:
-    "Whether the same rows were read twice."
+def _repeats(seen: _Seen, some: list) -> float:
+    "How often the steps have read what a pipeline repeats."
     at = next((i for i, s in enumerate(some) if s.name == 'Repeat'), 0)
     rows = some[at - 1].dataset.cardinality().numpy() if at else 0
-    return passes > 1 or 0 < rows < len(seen.steps) * (some[at - 1].elements or 0)
+    return len(seen.steps) * (some[at - 1].elements or 0) / rows if rows > 0 else 0.
+
+def _again(seen: _Seen, some: list, passes: int) -> bool:
+    "Whether the same rows were read twice."
+    return passes > 1 or _repeats(seen, some) > 1
 
 # %% ../../nbs/monitor/input_rules.ipynb #e2c000b1
 @dataclass
@@ -488,8 +492,7 @@ def _filled(seen: _Seen, some: list, passes: int, fill: float, times: list) -> F
     names = [s.name for s in some]
     if any(map(_caches_inside, some)): return
     if passes < 3 or 'Shuffle' not in names or 'Cache' in names[:names.index('Shuffle')] or not times: return
-    batch = statistics.median(times)
-    share = (passes - 1) * max(0., fill - 3 * batch) / seen.seconds
+    batch, share = statistics.median(times), _filling_share(seen, passes, fill, times)
     if fill <= 8 * batch or share <= .2: return
     # what begins a pass may be another stage
     if _first_seconds(some[names.index('Shuffle')].dataset) < .4 * fill: return
@@ -497,6 +500,10 @@ def _filled(seen: _Seen, some: list, passes: int, fill: float, times: list) -> F
         seen, _FILLED.cause, f'the first batch of a pass takes {ms(fill)}, a later one {ms(batch)}: shuffle '
         f'fills its buffer from the start, {passes} times', _FILLED.fix, share, seen.loop[1],
         _FILLED.change)
+
+def _filling_share(seen: _Seen, passes: float, fill: float, times: list) -> float:
+    "The share of the time in which later passes wait for their first batch."
+    return min(.95, max(0., (passes - 1) * (fill - 3 * statistics.median(times or [fill])) / seen.seconds))
 
 def _begin(dataset) -> tuple:   # the iterator of a pass, its first element, the seconds that took
     start, batches = time.perf_counter(), iter(dataset)
@@ -538,8 +545,10 @@ def _read_again(seen: _Seen, dataset) -> _Batches:
                     max(steady_mean(times), .5 * waits * period), stage_seconds(dataset, 6.))
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0000a
-def _alone_seconds(seen: _Seen, period: float) -> float:
-    "The time of an iteration that waits for no batch, and shares the cores with no pipeline."
+def _alone_seconds(seen: _Seen, period: float, shared: float = 0.) -> float:
+    """The time of an iteration that waits for no batch, and shares the cores with no pipeline.
+
+    `shared`: of an iteration, while another thread ran Python: the program's own may have waited for it."""
     if seen.ready: return seen.ready
     rest = period * (1 - waiting(seen))
     try:
@@ -548,8 +557,8 @@ def _alone_seconds(seen: _Seen, period: float) -> float:
             if not possible: return rest
             alone = _seconds_of(call)
     except Exception: return rest   # a trial may fail in any way
-    within = seen.watch.fits[-1].step_seconds if seen.loop[0] == 'fit' and seen.watch.fits else 0.
-    return min(rest, alone + max(0., rest - (within or period * seen.share('graph'))))
+    within = seen.fit.step_seconds if seen.loop[0] == 'fit' and seen.fit else 0.
+    return min(rest, alone + max(0., rest - (within or period * seen.part('graph')) - shared * period))
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0f023
 _NO_CAUSE = 1.3   # gain from which on a pipeline is called slow though no cause is known
@@ -569,17 +578,17 @@ def find_slow_input(seen: _Seen) -> list[Finding]:
     out, by_form = measured(_MEASURED), False
     if form := _form_of(seen, made, b):
         others = [f for f in out if f.cause != _SERIAL.cause]
-        form, by_order = form
+        form, by_order, after = form
         if by_order or not out or form in _PLAIN or form is _EVERY_EPOCH and not others:
             # files that are opened too are not the cause; one core may be, whatever it computes
             if form in _PLAIN: out = [f for f in out if form is _CROPPED and f.cause == _SERIAL.cause]
-            after, by_form = (0. if by_order else b.seconds - added), True
+            by_form = True
             out.insert(0, finding(
                 seen, form.cause,
                 f'the step waits {waits:.0%} of the time for its batch; stage {stage.name}{_of(stage)} takes '
                 f'{ms(added)} of the {ms(b.seconds)} that a batch takes',
                 form.fix, 1., place, form.change, min(1., max(b.step, after) / b.period)))
-    mine = seen.watch.fits[-1].epochs if seen.loop[0] == 'fit' and seen.watch.fits else _passes(seen, made)[0]
+    mine = seen.fit.epochs if seen.loop[0] == 'fit' and seen.fit else _passes(seen, made)[0]
     filled = _filled(seen, stages(b.dataset), mine, b.fill, b.times)   # of other fits: `find_filled_again`
     # what fills the buffer may cost more, in the later batches too
     if filled and not (by_form and out[0].gain > filled.gain): return [filled]
@@ -593,15 +602,20 @@ def find_slow_input(seen: _Seen) -> list[Finding]:
                    'prepare once and read from a cache, or give the pipeline more cores', b.gain(0.), **at)
     return [rest] if rest.gain >= _NO_CAUSE else []   # without a cause a small gain does not help
 
-def _form_of(seen: _Seen, made: list, b: _Batches) -> tuple | None:   # whether the order alone shows it
-    "What is wrong with the order of the stages, or with the slowest of them."
+def _form_of(seen: _Seen, made: list, b: _Batches) -> tuple | None:
+    """What is wrong with the order of the stages, or with the slowest of them.
+
+    The form, whether the order alone shows it, and the seconds of a batch without that."""
     stage, added = b.slowest
     if not stage: return None
     passes, whole = _passes(seen, made)
     some, order = stages(b.dataset), _order(stages(made[-1]), passes, whole)   # without our own repeat()
     again = added > .3 * b.period and _again(seen, some, passes)
+    filling = _filling_share(seen, max(passes, _repeats(seen, some)), b.fill, b.times)
+    if order is _SHUFFLED and filling < .1: order = None   # the rows are computed all the same
     form = _worse(order, _shape(some, stage, added, b.seconds, again))
-    return form and (form, form is order)
+    after = b.seconds - added if form is not order else (1 - filling) * b.period * (order is _SHUFFLED)
+    return form and (form, form is order, after)
 
 def find_copy_bound(seen: _Seen) -> list[Finding]:
     "Batches that are copied to the GPU inside of the step."
@@ -639,13 +653,14 @@ def find_validation(seen: _Seen) -> list[Finding]:
                 seen, _PART_OF_CACHE.cause,
                 f'{about}, and its cache is thrown away each time, because it is never read to its end',
                 'take() before cache(), and leave validation_steps out; without take(), all rows are '
-                'validated', share, seen.loop[1], 'validation.take(validation_steps).cache()', left)]
+                'validated', share, seen.loop[1], 'validation.take(validation_steps).cache()', left,
+                timed=True)]
     if share < .4: return []
     return [finding(
         seen, 'validation in each epoch', about,
         'validate less often (validation_freq) or on fewer rows (validation_steps), in larger batches, and '
         'cache() what its pipeline computes; callbacks that wait for val_loss see it less often',
-        share, seen.loop[1], 'model.fit(..., validation_freq=5)')]
+        share, seen.loop[1], 'model.fit(..., validation_freq=5)', timed=True)]
 
 def find_filled_again(seen: _Seen) -> list[Finding]:
     "`fit` in a loop, each time with a shuffle buffer that is filled from the start."
@@ -674,7 +689,7 @@ def find_ended_passes(seen: _Seen) -> list[Finding]:
         share, place,
         'batches = iter(dataset.repeat())   # before the loop\n'
         'for _ in range(len(dataset)): step(next(batches))   # an epoch\n'
-        '# in fit: dataset.repeat(), and steps_per_epoch')]
+        '# in fit: dataset.repeat(), and steps_per_epoch', timed=True)]
 
 # %% ../../nbs/monitor/input_rules.ipynb #e2c000a1
 def find_new_iterators(seen: _Seen) -> list[Finding]:

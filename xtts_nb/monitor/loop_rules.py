@@ -69,7 +69,8 @@ def find_single_rows(seen: _Seen, eagerly: bool = False) -> list[Finding]:
         min(total, .99), place,
         'dataset = dataset.batch(32)' if name == 'step' else
         f"{name.replace('the model', 'model')}({given})   # of rows without their batch axis",
-        sum(share * left for share, left, *_ in found) / total, all(left for _, left, *_ in found))]
+        sum(share * left for share, left, *_ in found) / total, all(left for _, left, *_ in found),
+        timed=True)]
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a0f003
 def _single_fits(seen: _Seen) -> list[tuple]:
@@ -125,10 +126,14 @@ def find_made_in_loop(seen: _Seen) -> list[Finding]:
     "Models, optimizers or variables that each iteration creates again."
     fits = seen.loop[:1] == ('fits',)
     if seen.loop[:1] == ('fit',): return []   # what a callback makes is not the loop's
-    share = seen.share('trace') + fits * seen.share('eager')
+    traced = [e for e in seen.events if e.kind == 'call' and e.traced]
+    # what is compiled behind a trace is a part of the same call
+    traces = max(seen.share('trace'), sum(e.seconds for e in traced) / seen.seconds)
     for kind, cause in _MADE.items():
         # compile() makes an optimizer; that fit traces again is the cause
         if fits and kind != 'model': continue
+        kept = kind == 'variable' and sum(e.new for e in traced) < .5 * len(traced)   # the functions are
+        share = traces * (not kept) + fits * seen.share('eager')
         places = Counter(e.place for e in seen.events if e.kind == kind and e.place)
         for place, count in places.most_common(1):
             times = [e.start for e in seen.events if e.kind == kind and e.place == place]
@@ -263,8 +268,10 @@ def find_traces(seen: _Seen) -> list[Finding]:
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a0f001
 def _traces_of_one(seen: _Seen, share: float, left: float, place: _Place | None, count) -> list[Finding]:
     "Why the function that was traced most often is traced again."
-    functions = [f for f in seen.watch.functions.values() if f.experimental_get_tracing_count() > 2]
-    function = max(functions, key=lambda f: f.experimental_get_tracing_count(), default=None)
+    count_of = lambda f: f.experimental_get_tracing_count()
+    mine = seen.watch.last.get(('call', place), (None,))[0]
+    functions = [f for f in [*seen.watch.functions.values()] if count_of(f) > 2]
+    function = mine if mine in functions else max(functions, key=count_of, default=None)
     changed = changed_arguments(function) if function is not None else {}
     if argument := _python_argument(changed):
         what, fix, change = argument
@@ -285,8 +292,7 @@ def _traces_of_one(seen: _Seen, share: float, left: float, place: _Place | None,
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a0f021
 def _fit_compiled_again(seen: _Seen) -> list[Finding]:
     "The same of the step of `fit`."
-    if not seen.loop or seen.loop[0] != 'fit' or not seen.watch.fits: return []
-    fit = seen.watch.fits[-1]
+    if seen.loop[0] != 'fit' or not (fit := seen.fit): return []
     if not fit.model.jit_compile or fit.one is None or not seen.steps: return []
     if len({*fit.shapes}) < .3 * len(fit.shapes): return []
     each = statistics.mean(e.seconds for e in seen.steps) - fit.wait_seconds
@@ -299,7 +305,7 @@ def _fit_compiled_again(seen: _Seen) -> list[Finding]:
         f'{len(fit.shapes)} batches of fit have {len({*fit.shapes})} shapes, and a step takes {ms(each)}, '
         f'one with a shape that XLA knows {ms(known)}: XLA compiles for each new shape',
         f'{_FEW_SHAPES}, or leave jit_compile out',
-        share, seen.loop[1], 'dataset.padded_batch(size, padded_shapes=...)', known / each)]
+        share, seen.loop[1], 'dataset.padded_batch(size, padded_shapes=...)', known / each, timed=True)]
 
 def find_compiled_again(seen: _Seen) -> list[Finding]:
     "Calls that XLA compiles again for each shape, though none is traced again."
@@ -319,7 +325,7 @@ def find_compiled_again(seen: _Seen) -> list[Finding]:
             'only once',
             f'{_FEW_SHAPES}, or leave jit_compile out',
             share, place, 'dataset.padded_batch(size, padded_shapes=...)   # or bucket_by_sequence_length',
-            min(1., known * len(some) / (share * seen.seconds)))]
+            min(1., known * len(some) / (share * seen.seconds)), timed=True)]
     return []
 
 # %% ../../nbs/monitor/loop_rules.ipynb #b0a1000d
@@ -347,7 +353,7 @@ def find_eager(seen: _Seen) -> list[Finding]:
     if case == 'outside' and (found := _read_singly(seen)): return found
     left = _fit_as_graph(seen) if by_setting else _as_graph(seen.watch)
     if left is not None and left > .9: return []
-    if left is None and by_setting and seen.seconds > _LONG_STEP * len(seen.steps): return []
+    if left is None and seen.seconds > _LONG_STEP * len(seen.steps): return []
     # what Python does inside the function goes with it
     if left is not None: share = max(share, 1 - seen.share(*_ASIDE))
     cause, why, fix, change = _EAGER[case]
@@ -391,7 +397,7 @@ def find_copied_weights(seen: _Seen) -> list[Finding]:
     lines = {l.place for l in seen.looks if l.place and l.within.endswith(_COPIES)}
     share = sum(s for p, s in seen.places('eager', 'fetch', 'graph', 'numpy', 'own') if p in lines)
     if share < .15: return []
-    place = next(p for p, _ in seen.places('eager', 'fetch', 'numpy', 'own') if p in lines)
+    place = next(p for p, _ in seen.places('eager', 'fetch', 'graph', 'numpy', 'own') if p in lines)
     return [finding(
         seen, 'weights copied through NumPy',
         f'get_weights and set_weights, with what is computed between them, take {share:.0%} of the time: '
@@ -459,7 +465,7 @@ def _epoch_cost(seen: _Seen) -> list[Finding]:
         what = f'fit is called again for every {_steps(steps)}'
         fix = 'call fit once, for all rows and epochs'
     else:
-        fit = seen.watch.fits[-1]
+        fit = seen.fit
         steps = fit.steps / max(1, fit.epochs)
         ended = len(seen.steps) / max(1, steps)
         what = f'an epoch has {_steps(steps)}'
@@ -483,7 +489,7 @@ def _steps(count: float) -> str: return f'{count:.0f} step{"s" * (round(count) !
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a00104
 def _fit_as_graph(seen: _Seen) -> float | None:
     "The time of a step of `fit` as a graph, as a share of its time now; None if it cannot be tried."
-    fit = seen.watch.fits[-1] if seen.watch.fits else None
+    fit = seen.fit
     if fit is None or fit.batch is None or not fit.step_seconds: return None
     eagerly = tf.config.functions_run_eagerly()
     try:
@@ -540,6 +546,7 @@ def find_beside(seen: _Seen) -> list[Finding]:
         if kind == 'summary' and place: share += _for_summaries(seen, place)
         names = Counter(l.callback for l in seen.looks if l.kind == kind and l.callback).most_common(1)
         who = f'{names[0][0]} takes' if names else f'{kind} takes'
+        if names and names[0][0] == 'ProgbarLogger': fix = 'verbose=2 in fit: a line for each epoch'
         if names and names[0][0] in ('TensorBoard',): cause, fix = 'summaries block', _BESIDE['summary'][1]
         if names and 'Checkpoint' in names[0][0]: cause, fix = _BESIDE['save']
         out.append(finding(seen, cause, f'{who} {share:.0%} of the time', fix, share, place))

@@ -115,7 +115,7 @@ def _no_loop(watch: Watch) -> str:
 
 def _not_measured(seen: _Seen) -> list[str]:
     "What no figure is given for, and why."
-    out, size = [fit.untimed for fit in seen.watch.fits[-1:] if fit.untimed], _size_of(_variables())
+    out, size = [seen.fit.untimed] if seen.fit and seen.fit.untimed else [], _size_of(_variables())
     if seen.watch.fits and not seen.watch.windows and seen.loop[:1] == ('call',):
         out.append(f'{_UNTIMED}: it was watched for too short a time; give a larger --seconds')
     if lacking := seen.watch.missing:
@@ -151,9 +151,9 @@ def _asked(rules: tuple, seen: _Seen, notes: list) -> list[Finding]:
     for rule in rules:
         known = {f.place: f.gain for f in found if f.place not in ('', here)}
         found += [f for f in seen.ask(rule) if f.only_on_gpu or
-                  f.gain >= max(_MIN_GAIN, 2 * known.get(f.place, 0.))]
+                  f.gain >= max(_MIN_GAIN, 2 * known.get(f.place, 0.)) and (f.low > 1. or not f.high)]
     notes += dict.fromkeys(seen.notes)
-    return [f for f in found if f.only_on_gpu or not f.high or f.low > 1.]
+    return found
 
 # %% ../../nbs/monitor/program.ipynb #b0a10015
 @dataclass
@@ -200,7 +200,8 @@ class Diagnose(keras.callbacks.Callback):
         frame = _fit_frame(sys._getframe())
         self.watch = self.given or Watch(frame=frame).__enter__()
         self.fit, self.began, self.phases = _FitRecord(self.model), None, None
-        self.fit.arrays = not isinstance(frame and frame.f_locals.get('x'), tf.data.Dataset)
+        source = getattr(frame and frame.f_locals.get('epoch_iterator'), 'data_adapter', None)
+        self.fit.arrays = type(source).__name__ == 'ArrayDataAdapter'
         self.fit.asked, self.fit.planned = self.params.get('steps'), self.params.get('epochs', 1)
         before = [f.steps // f.epochs for f in self.watch.fits if f.epochs and f.model is self.model]
         total = (self.fit.asked or (before or [10**9])[-1]) * self.fit.planned
@@ -238,7 +239,7 @@ class Diagnose(keras.callbacks.Callback):
 @patch
 def _part(self: Diagnose, now: float):
     "The watched steps are over; in some more, fetching the batch and the step are two calls."
-    self.watch.windows.append((self.began, now))
+    self.watch.windows.append((self.began, now, self.fit))
     self.phases, self.until, self.split = FitPhases(10**9), self.fit.steps + 24, now
     if why := self.phases.begin(self.model):
         self.fit.untimed = f'{_UNTIMED}: {why}'
@@ -250,12 +251,15 @@ def _finish(self: Diagnose):
         interval = self.phases.intervals.timer.interval
         spent, alone = interval.spent, interval.alone
         self.phases.end()
-        if spent['step']: self.fit.wait_share = spent['wait'] / (spent['wait'] + spent['step'])
         self.fit.wait_seconds = spent['wait'] / max(1, len(self.phases.shapes))
+        each = spent['step'] / max(1, interval.counted)   # steps that traced are not among them
+        if each: self.fit.wait_share = self.fit.wait_seconds / (self.fit.wait_seconds + each)
+        if not self.phases.shapes and not self.fit.untimed:
+            self.fit.untimed = f'{_UNTIMED}: another callback times its steps'
         self.fit.step_seconds = statistics.median(alone) if alone else 0.
         self.fit.one = getattr(self.phases, 'one', None)
         self.fit.batch, self.fit.shapes = getattr(self.phases, 'batch', None), self.phases.shapes
-    elif self.began: self.watch.windows.append((self.began, time.perf_counter()))
+    elif self.began: self.watch.windows.append((self.began, time.perf_counter(), self.fit))
     self.done = True
     if not self.given: self.watch.__exit__()
 

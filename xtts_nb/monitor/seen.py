@@ -32,8 +32,8 @@ def account(seen: '_Seen') -> dict[str, float]:   # kind of part -> share
         if e.kind not in _CALLED or end <= until: continue   # a part of the call around it
         spent['trace' if e.traced else _CALLED[e.kind]] += (end - max(e.start, until)) / seen.seconds
         until = end
-    if seen.loop[:1] in (('fit',), ('fits',)) and seen.watch.fits:   # it waits inside of its function
-        waits = seen.watch.fits[-1].wait_share * spent['graph']
+    if seen.fit:   # it waits inside of its function
+        waits = seen.fit.wait_share * spent['graph']
         spent.update(input=waits, graph=-waits)
     counted = {_CALLED[e.kind] for e in seen.events if e.kind in _CALLED}
     outside = Counter(look.kind for look in seen.looks if look.kind not in counted)
@@ -51,6 +51,7 @@ class _Seen:
     steps: list          # its events
     notes: list = field(default_factory=list)   # what could not be examined
     ready: float | None = None   # s of an iteration on batches that are ready, where that was measured
+    fit: object = None   # the record of the `fit` whose steps these are; default: of the last one
 
     def ask(self, rule: Callable, *given) -> list:
         "What a rule finds; one that fails on an unusual program must not take the others with it."
@@ -65,6 +66,7 @@ class _Seen:
     def seconds(self) -> float: return max(1e-9, self.end - self.begin)
 
     def __post_init__(self):
+        if self.loop[:1] in (('fit',), ('fits',)): self.fit = self.fit or (self.watch.fits or [None])[-1]
         inside = lambda t: self.begin <= t <= self.end
         self.looks = [look for look in self.watch.looks if inside(look.time)]
         self.events = [e for e in self.watch.events if inside(e.start)]
@@ -99,21 +101,23 @@ class _Seen:
 # %% ../../nbs/monitor/seen.ipynb #d0a00000
 def _steps_of_fit(watch: Watch) -> _Seen:
     "The steps that `Diagnose` watched."
-    begin, end = max(watch.windows, key=lambda w: w[1] - w[0])
+    begin, end, *of = max(watch.windows, key=lambda w: w[1] - w[0])
     steps = [e for e in watch.events if e.kind == 'fit' and begin <= e.start <= end]
-    return _Seen(watch, begin, end, ('fit', steps[0].place if steps else None), steps)
+    return _Seen(watch, begin, end, ('fit', steps[0].place if steps else None), steps, fit=(of or [None])[0])
 
 def steady_part(watch: Watch) -> _Seen:
     "Where the main loop of a program has settled."
-    fits = [e for e in watch.events if e.kind == 'fits']
-    if len(fits) > 3:   # fit itself is called in a loop
-        return _Seen(watch, fits[2].start, watch.ended, ('fits', fits[-1].place), fits[2:])
-    if watch.windows: return _steps_of_fit(watch)
-    groups = {}
+    fits, groups = [e for e in watch.events if e.kind == 'fits'], {}
     for e in watch.events:
         if e.kind in _LOOP_KINDS: groups.setdefault((e.kind, e.place), []).append(e)
     loops = {key: some for key, some in groups.items() if len(some) > 3}
     spans = {key: some[-1].start + some[-1].seconds - some[2].start for key, some in loops.items()}
+    if len(fits) > 3:   # fit itself is called in a loop, unless that is a small part of the program
+        apart = [s for (_, place), s in spans.items() if place not in {e.place for e in fits}]
+        if sum(e.seconds for e in fits) > .5 * max(apart, default=0.):
+            end = fits[-1].start + fits[-1].seconds
+            return _Seen(watch, fits[2].start, end, ('fits', fits[-1].place), fits[2:])
+    if watch.windows: return _steps_of_fit(watch)
     if not loops: return _Seen(watch, watch.begun, watch.ended, (), [])
     # the longest one; of those that are nearly as long, that with most calls
     longest = max(spans.values())
@@ -131,9 +135,8 @@ def _calls_with_rows(seen: _Seen, *kinds: str) -> dict:   # (kind, place) -> eve
 
 def _compiled_call(seen: _Seen) -> Call | None:
     "The compiled function that takes most of the time, as it was called last with a whole batch."
-    if seen.loop and seen.loop[0] == 'fit' and seen.watch.fits and seen.watch.fits[-1].one is not None:
-        fit = seen.watch.fits[-1]
-        return Call(fit.one, (fit.batch,))
+    if seen.loop[:1] == ('fit',) and seen.fit and seen.fit.one is not None:
+        return Call(seen.fit.one, (seen.fit.batch,))
     spent = Counter()
     for e in seen.events:
         if e.kind == 'call': spent[e.place] += e.seconds
@@ -148,15 +151,13 @@ def _compiled_call(seen: _Seen) -> Call | None:
 
 def _datasets_of(seen: _Seen, own: bool = True) -> list:
     "The pipelines that the main loop reads, else all; `own`: not one that Keras makes of arrays by itself."
-    fits = seen.watch.fits if seen.loop[:1] in (('fit',), ('fits',)) else []
-    if own and fits and fits[-1].arrays: return []
+    if own and seen.fit and seen.fit.arrays: return []
     mine = seen.loop and seen.watch.datasets.get(seen.loop[1])
     return [passes.last for passes in ([mine] if mine else seen.watch.datasets.values())]
 
 def waiting(seen: _Seen) -> float:
     "The share of the time in which the program waits for its next batch."
-    if seen.loop and seen.loop[0] == 'fit' and seen.watch.fits: return seen.watch.fits[-1].wait_share
-    return seen.share('input')
+    return seen.fit.wait_share if seen.loop[:1] == ('fit',) and seen.fit else seen.part('input')
 
 # %% ../../nbs/monitor/seen.ipynb #b0a10007
 _MIN_GAIN = 1.2   # a smaller gain is not worth a change, and hard to tell from noise
@@ -178,18 +179,23 @@ class Finding:
     high: float = 0.
     only_on_gpu: bool = False  # only a GPU shows what it costs: the gain is not known
 
+    @property
+    def limit(self) -> float:
+        "The gain that was measured, else the most that it can be, as far as the share is known."
+        return self.gain if self.measured else max(self.gain, self.high)
+
     def to_dict(self) -> dict:
         "For JSON, without `apply`."
         known = {k: getattr(self, k) for k in ('place', 'line', 'change') if getattr(self, k)}
         known |= {'spread': [round(self.low, 2), round(self.high, 2)]} if self.high else {}
         known |= {'only_on_gpu': True} if self.only_on_gpu else {}
         return {'cause': self.cause, 'evidence': self.evidence, 'fix': self.fix,
-                'gain': None if self.only_on_gpu else round(self.gain, 2), 'measured': self.measured} | known
+                'gain': None if self.only_on_gpu else round(self.limit, 2), 'measured': self.measured} | known
 
     def gain_text(self) -> str:
         "For reading."
         if self.only_on_gpu: return 'its gain can only be measured on a GPU'
-        if not self.measured: return f'at most about {self.gain:.1f} x as fast'
+        if not self.measured: return f'at most about {self.limit:.{1 * (self.limit < 100)}f} x as fast'
         spread = f' ({self.low:.3g} to {self.high:.3g})' if self.high else ''
         return f'measured {self.gain:.3g} x as fast{spread}'
 
@@ -211,10 +217,12 @@ def finding(
     left: float = 0.,    # fraction of the share that remained in a trial
     measured: bool = False,   # whether that trial was the fix itself
     apply: Callable | None = None,   # as of `Finding`
+    timed: bool = False,      # the share is from the clock, and not from looks
 ) -> Finding:
-    "A finding with its gain; its spread is that of the share, which is sampled."
+    "A finding with its gain; its spread is that of a share that is sampled."
     off, top = seen.error(share), lambda s: min(.999, max(0., s))
     low, gain, high = (gain_without(top(s), left) for s in (share - off, share, share + off))
+    if timed: low = high = 0.
     return Finding(cause, evidence, fix, gain, measured, place=str(place or ''),
                    line=place.text if place else '', change=change, low=low, high=high,
                    apply=apply)

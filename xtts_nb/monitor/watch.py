@@ -25,7 +25,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from types import FunctionType
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
@@ -229,7 +229,8 @@ class Watch:
     ):
         self.interval, self.most, self.frame = interval, most, frame and (id(frame), frame.f_code)
         self.looks, self.events, self.python, self.datasets = [], [], [], {}
-        self.functions, self.last, self.fits = {}, {}, []   # functions seen; last arguments by line; of fit
+        self.functions = WeakValueDictionary()   # by number; a program may make models without end
+        self.last, self.fits = {}, []   # last arguments by line; of fit
         self.shapes, self._wanted = {}, 0   # of arguments of what XLA compiles; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
         self._aside = False   # whether `let_finish` fetches
@@ -239,7 +240,7 @@ class Watch:
         self.owners = {}   # of methods, by kind and line
         self.early, self._count = {}, Counter()   # arguments of the third call of a line; how many calls
         self.same = {}   # by line: which arguments were the very same tensor as in the call before, how often
-        self.windows = []   # (begin, end) of the steps that `Diagnose` watched
+        self.windows = []   # (begin, end, record of fit) of the steps that `Diagnose` watched
         self.validated, self.validating = _Passes(), False   # of the validation in `fit`
         self.limit, self.over = None, 0.   # s after which the program is ended; when that was done
         self.exit_code = 0                 # of a script
@@ -264,8 +265,8 @@ class Watch:
         if threading.current_thread() is not self._looker: self._looker.join()
         self.ended = time.perf_counter()
         self._running = {}
-        while self._patched:
-            owner, name, ours = self._patched.pop()
+        patched, self._patched = self._patched, []   # at once: the looker may do the same meanwhile
+        for owner, name, ours in patched:
             # another watch may have begun since: what it put there stays, and calls ours, which passes on
             if getattr(owner, name) is ours: setattr(owner, name, _living(ours.__wrapped__))
 
@@ -334,7 +335,7 @@ def _end_if_over(self: Watch, now: float):
     """End the program as Ctrl-C does, once its loop has run for `limit` seconds, or no loop was seen in ten
     times as long, or in that time where it only waits. Once more only where native code has lost that, and
     the loop continues."""
-    loop = next((e for e in reversed(self.events[-50:]) if e.kind in _LOOP_KINDS), None)
+    loop = next((e for e in reversed(self.events[-5000:]) if e.kind in _LOOP_KINDS), None)
     if self.over:
         if not loop or loop.place != self._ended_loop or loop.start < self.over + 1.: return
     elif now - (self._loop_began or self.begun + 9 * self.limit) < self.limit and not self._waits(now): return
@@ -362,12 +363,16 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
             self._depth -= not passed
             event.seconds = time.perf_counter() - event.start
             if kind == 'call': event.traced = first.experimental_get_tracing_count() > before
-            if not (kind == 'layer' and _is_symbolic(args)):   # a model is built
-                # an error of the watch must not be one of the program
-                with suppress(Exception): self._note(event, first, args, kwargs)
-                if kind in _LOOP_KINDS and not self._loop_began: self._loop_began = event.start
-                if len(self.events) < self.most: self.events.append(event)
+            with suppress(Exception):   # an error of the watch must not be one of the program
+                self._add(event, first, args, kwargs)
     return around
+
+@patch
+def _add(self: Watch, event: Event, owner, args: tuple, kwargs: dict):
+    if event.kind == 'layer' and _is_symbolic(args): return   # a model is built
+    with suppress(Exception): self._note(event, owner, args, kwargs)
+    if event.kind in _LOOP_KINDS and not self._loop_began: self._loop_began = event.start
+    if len(self.events) < self.most: self.events.append(event)
 
 @patch
 def _note(self: Watch, event: Event, owner, args: tuple, kwargs: dict):
@@ -440,7 +445,7 @@ def _before_call(self: Watch, event: Event, function) -> int:
     "How often it was traced before; notes the function itself."
     event.name = getattr(function, '__name__', '')
     event.new = id(function) not in self.functions
-    self.functions[id(function)] = function   # kept, so that no other gets its number
+    self.functions[id(function)] = function
     return function.experimental_get_tracing_count()
 
 # %% ../../nbs/monitor/watch.ipynb #c0a00002
@@ -467,7 +472,8 @@ def _note_dataset(self: Watch, original, dataset, args, kwargs):
     if mine:
         place = _place_of(sys._getframe(2))
         self._pass = place, getattr(source, '_iterator_resource', None)
-        (self.validated if self.validating else self.datasets.setdefault(place, _Passes())).add(dataset)
+        some = self.validated if self.validating else self.datasets.setdefault(place, _Passes())
+        with suppress(Exception): some.add(dataset)   # a class of the program may lack what is asked
     return source
 
 @patch
