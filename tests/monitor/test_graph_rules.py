@@ -40,8 +40,9 @@ def test_a_step_without_some_operations_gives_the_same(loss, given, types):
 
 def test_a_step_without_its_loop_is_quicker_and_changes_what_it_did():
     total, scale = tf.Variable(0.), tf.Variable(2.)   # others wait for a loop that reads a variable
+    ones = tf.Variable([1.])   # an operation on the device of a variable
     def loss(x):
-        total.assign_add(1.)
+        total.assign_add(tf.nn.embedding_lookup(ones, 0))
         return tf.reduce_sum(tf.map_fn(lambda row: row / tf.norm(row) * scale, x) + total)
     call = call_of(loss, tf.random.normal((300, 40)))
     some = operations(call, *page._LOOPS)

@@ -187,9 +187,11 @@ def test_the_main_loop_begins_with_its_third_call():
     assert nothing.loop == () and (nothing.begin, nothing.end) == (0., 10.)
     fits = steady_part(watched([], calls('fits', 6, 1.) + calls('fit', 50)))
     assert fits.loop == ('fits', LINE) and fits.begin == 2.
-    assert steady_part(watched([], calls('fits', 6, .01) + calls('call', 60, .15, place=OTHER))).loop[0] == 'call'
+    few = calls('fits', 6, .01) + calls('call', 60, .15, place=OTHER)
+    assert steady_part(watched([], few)).loop == ('call', OTHER)
     two = SimpleNamespace(wait_share=.25), SimpleNamespace(wait_share=.75)
-    within = steady_part(watched([], calls('fit', 50), windows=[(2., 4.05, two[0]), (1., 2., two[1])], fits=two))
+    windows = [(2., 4.05, two[0]), (1., 2., two[1])]
+    within = steady_part(watched([], calls('fit', 50), windows=windows, fits=two))
     assert (*within.loop, within.begin, within.end, len(within.steps)) == ('fit', LINE, 2., 4.05, 21)
     assert waiting(within) == .25   # of the fit whose steps these are
 

@@ -23,7 +23,7 @@ from tensorflow.python.ops import handle_data_util
 
 from ..bench import wait_for
 from xtts_nb.monitor.leave_out import (
-    alive, Call, _done_without, in_type, _left, _seconds_of, tried, _variables_put_back, _without_changes,
+    alive, Call, _done_without, in_type, _left, _seconds_of, _trial, tried, _without_changes,
     _without_devices)
 from .loop import _batch_rows, covered_seconds, python_operations, stages
 from .preflight import _bodies, _graph_operations, preflight, _source_line
@@ -52,7 +52,8 @@ class _Part:
         words = self.select(seen, call)
         if not words: return []
         what, left = words['what'], words.get('left')
-        if left is None: left = _left(call, partial(self.without, call, what), self.as_graph)
+        without = words.get('without', self.without)
+        if left is None: left = _left(call, partial(without, call, what), self.as_graph)
         if left is None or computing * (1 - left) < self.least: return []
         words |= {'share': f'{1 - left:.0%}', 'rest': f'{left:.0%}'}
         return [finding(seen, self.cause, self.evidence.format(**words), self.fix.format(**words), computing,
@@ -435,10 +436,12 @@ def _tables(graph) -> dict[tuple, Counter]:
 
 _FREE = 'ReadVariableOp', 'Identity', 'IdentityN', 'Const', 'GatherV2', 'MatMul'   # the last: timed itself
 
+def _has_shape(shape: tuple) -> Callable:
+    return lambda t: t.shape.rank and tuple(t.shape) == shape and t.dtype.is_floating
+
 def _over_all_rows(graph, shape: tuple) -> list[tf.Operation]:
     "The operations of a graph that read or write an array of this shape."
-    def has(op): return any(t.shape.rank and tuple(t.shape) == shape and t.dtype.is_floating
-                            for t in (*op.inputs, *op.outputs))
+    def has(op): return any(map(_has_shape(shape), (*op.inputs, *op.outputs)))
     return [op for op in _graph_operations(graph)
             if op.type not in _FREE and not _bodies(op) and has(op)]
 
@@ -639,7 +642,8 @@ _BACKWARD = _Part(
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f113
 _OVER_ALL_ROWS = {   # operation: what it is a sign of, and what to write instead
     'L2Loss': ('tf.nn.l2_loss of the whole table', 'decay the rows that were read, tf.nn.l2_loss(rows)'),
-    'Sqrt': ('an optimizer that keeps a mean for each number (Adam of Keras moves all rows)',
+    'Sqrt': ('an optimizer that keeps a mean for each number (Adam of Keras moves all rows, Adagrad reads '
+             'them)',
              'take one that leaves other rows alone: SGD, or a lazy Adam (scatter_sub of the rows)'),
     'OneHot': ('a product with tf.one_hot', 'read rows by tf.gather or tf.nn.embedding_lookup'),
     'UnsortedSegmentSum': ('a sparse gradient that was made dense',
@@ -651,24 +655,25 @@ def _dense_table(seen: _Seen, call: Call) -> dict | None:
     for shape, types in _tables(graph).items():
         if not (types['ResourceGather'] or types['one_hot']): continue
         writes = [op for op in _of_call(call) if _DENSE.match(op.type) and _table_shape(op) == shape]
-        if not writes: continue
+        whole = [op for op in _of_call(call) if any(map(_has_shape(shape), op.outputs))]
+        if not (writes or whole and 'ResourceScatterSub' in types): continue
         signs = {op.type: op for op in _over_all_rows(graph, shape)} | (
             {'OneHot': None} if types['one_hot'] else {})
         known = [sign for sign in _OVER_ALL_ROWS if sign in signs]
         if len(known) > 1: known = [sign for sign in known if sign != 'UnsortedSegmentSum']   # it follows
         reasons, fixes = ('; '.join(words) for words in zip(*(_OVER_ALL_ROWS[sign] for sign in known))) \
             if known else ('its optimizer', 'keep the gradient sparse')
-        decay = _users_line(signs['L2Loss']) if 'L2Loss' in signs else None
-        return {'what': writes, 'place': decay, 'rows': shape[0], 'columns': shape[1], 'reasons': reasons,
-                'fixes': fixes, 'count': len(writes)}
+        place = _users_line(signs['L2Loss'] if 'L2Loss' in signs else (writes or whole)[-1])
+        return {'what': writes or whole, 'without': _without_changes if writes else _done_without,
+                'place': place, 'rows': shape[0], 'columns': shape[1], 'reasons': reasons, 'fixes': fixes}
 
 _DENSE_TABLE = _Part(
     'dense gradient of a long table', _dense_table,
-    'a step reads few of the {rows:,} rows of a table ({rows:,} x {columns}), and writes all of them: '
+    'a step reads few of the {rows:,} rows of a table ({rows:,} x {columns}), and goes through all of them: '
     '{reasons}; without that it takes {rest}',
     'change only the rows that were read: {fixes}. Another optimizer or decay changes what is learned. Or a '
     'smaller table (hash the ids)',
-    'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD', _without_changes, .17)
+    'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD', least=.17)
 
 def _without_xla(seen: _Seen, call: Call) -> dict | None:
     names = (f.attr['_XlaMustCompile'].b for f in call.concrete.graph.as_graph_def().library.function)
@@ -718,10 +723,10 @@ def _spent_inside(seen: _Seen) -> list[str]:
     if xla := _is_compiled(call.function): call = _with_xla(call, False)
     ops, lines, parts = {op.name: op for op in _of_call(call)}, {}, Counter()
     for op in reversed(ops.values()): lines[_part_of(op)[1]] = _users_line(op)   # its forward pass
-    with _variables_put_back() as possible:
-        if possible: wait_for(call())   # traced and warm
-        spent = operation_seconds(call) if possible else {}
-    for name, seconds in spent.items():
+    def work():
+        wait_for(call())   # traced and warm
+        return operation_seconds(call)
+    for name, seconds in (_trial(work) or {}).items():
         if op := _operation(name, ops):
             line, layer = _part_of(op)
             line = lines[layer] if layer else line

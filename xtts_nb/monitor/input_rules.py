@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..config import cores
-from .leave_out import _result_bytes, _seconds_of, _times_that_fit, tried, _variables_put_back
+from .leave_out import _result_bytes, _seconds_of, _times_that_fit, _trial, tried
 from xtts_nb.monitor.loop import (
     _batch_rows, _change_host_part, covered_seconds, drain, find_cycle, _host_part, max_parallel_calls,
     _prefetch_on_device, python_operations, stage_seconds, stages, steady_mean, variation,
@@ -124,13 +124,9 @@ def find_tiny_steps(seen: _Seen, enough: int = 64) -> list[Finding]:
     times = _times_that_fit(_result_bytes(made, rows) if made else 0., enough // rows)
     if times < 2: return []
     grow = lambda x: tf.repeat(x, times, 0) if tf.is_tensor(x) and x.shape.rank and x.shape[0] == rows else x
-    try:
-        with _variables_put_back() as possible:
-            if not possible: return []
-            run = lambda args, named: call.function(*args, **named)
-            small, large = (_seconds_of(partial(run, *x)) for x in (given,
-                                                                    tf.nest.map_structure(grow, given)))
-    except Exception: return []   # a trial may fail in any way
+    run = lambda args, named: call.function(*args, **named)
+    both = lambda: [_seconds_of(partial(run, *x)) for x in (given, tf.nest.map_structure(grow, given))]
+    small, large = _trial(both) or (1., math.inf)
     rows_wait = waits if any(map(works, _datasets_of(seen)[-1:])) else 0.   # what a row takes before the step
     left = (large + max(0., (1 - rows_wait) * period - small)) / (times * period) + rows_wait
     if left > .45: return []
@@ -551,12 +547,9 @@ def _alone_seconds(seen: _Seen, period: float, shared: float = 0.) -> float:
     `shared`: of an iteration, while another thread ran Python: the program's own may have waited for it."""
     if seen.ready: return seen.ready
     rest = period * (1 - waiting(seen))
-    try:
-        call = _compiled_call(seen)
-        with _variables_put_back() as possible:
-            if not possible: return rest
-            alone = _seconds_of(call)
-    except Exception: return rest   # a trial may fail in any way
+    call = _compiled_call(seen)
+    alone = tried(call) if call else None
+    if alone is None: return rest
     within = seen.fit.step_seconds if seen.loop[0] == 'fit' and seen.fit else 0.
     return min(rest, alone + max(0., rest - (within or period * seen.part('graph')) - shared * period))
 

@@ -102,11 +102,18 @@ def _seconds_of(call: Callable, times: int = 3) -> float:
     "The shortest time of a call as a loop makes it, one after the other, after first ones."
     return min(compare({'call': in_a_row(call)}, 'step_ms', times, warmup=2).arms[0].times)
 
-def tried(call: Callable) -> float | None:
-    "The same after the program has ended, and variables are put back; None if it fails in any way."
+_failed = []   # why trials failed
+
+def _trial(work: Callable):
+    "What `work` returns, with every variable put back; None without memory for that, or where it fails."
     try:
-        with _variables_put_back() as possible: return _seconds_of(call) if possible else None
-    except Exception: return None
+        with _variables_put_back() as possible: return work() if possible else None
+    except Exception as e:   # in any way
+        _failed.append(f'{type(e).__name__}: {(str(e).splitlines() or [""])[0][:200]}')
+
+def tried(call: Callable) -> float | None:
+    "The same after the program has ended; None if it fails."
+    return _trial(lambda: _seconds_of(call))
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e00b
 def _tensors(call: Call) -> list:
@@ -122,7 +129,10 @@ def _runner(
     names = [t.op.name for t in call.concrete.inputs]
     gone = {*names, *(name.partition(':')[0] for name in known)}   # XLA refuses a placeholder
     nodes = [node for node in given.node if node.name not in gone]
-    for node in nodes: node.input[:] = [name for name in node.input if name[0] != '^' or name[1:] not in gone]
+    for node in nodes:
+        node.input[:] = [name for name in node.input if name[0] != '^' or name[1:] not in gone]
+        near = node.attr['_class'].list.s if '_class' in node.attr else ()   # of embedding_lookup: its table
+        if {s.decode().removeprefix('loc:@') for s in near} & gone: del node.attr['_class']
     del given.node[:]
     given.node.extend(nodes)
     used = {name for node in nodes for name in node.input}
@@ -197,18 +207,16 @@ def _left(
 ) -> float | None:
     "The time of a step without a part, as a share of the step; None if the trial fails or rounds disagree."
     itself = lambda: call.function(*call.args, **call.kwargs)
-    try:
-        with _variables_put_back() as possible:
-            if not possible: return None
-            # to call a function of many variables takes time of its own, which stays
-            same = _changed(call, call.concrete.graph.as_graph_def()) if as_graph else itself
-            arms = {'itself': itself, 'whole': same, 'without': changed()}
-            timed = compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 5, warmup=2).arms
-            saved = [(whole - without) / max(itself, whole)
-                     for itself, whole, without in zip(*(arm.times for arm in timed))]
-            usual = statistics.median(saved)
-            return None if min(saved) < .5 * usual else 1 - min(1., max(0., usual))
-    except Exception: return None   # a trial may fail in any way
+    def compared():
+        # to call a function of many variables takes time of its own, which stays
+        same = _changed(call, call.concrete.graph.as_graph_def()) if as_graph else itself
+        arms = {'itself': itself, 'whole': same, 'without': changed()}
+        return compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 5, warmup=2).arms
+    if not (timed := _trial(compared)): return None
+    saved = [(whole - without) / max(itself, whole)
+             for itself, whole, without in zip(*(arm.times for arm in timed))]
+    usual = statistics.median(saved)
+    return None if min(saved) < .5 * usual else 1 - min(1., max(0., usual))
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e010
 def _write_type(attributes, kinds: set, to: tf.DType, names: dict):

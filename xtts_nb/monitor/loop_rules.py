@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from .graph_rules import _SHORT_STEP
-from .leave_out import _seconds_of, _times_that_fit, tried, _variables_put_back
+from .leave_out import _seconds_of, _times_that_fit, _trial, tried
 from .loop import _chain, python_operations, stages
 from .seen import again, _calls_with_rows, _datasets_of, finding, Finding, ms, _Seen, waiting
 from .watch import _is_compiled, _Passes, _Place, _shapes, Watch
@@ -110,13 +110,10 @@ def _many_rows(network, name: str, args: tuple, kwargs: dict, times: int, each: 
     grown = lambda x: tf.nest.map_structure(lambda t: many(t) if getattr(t, 'ndim', 0) else t, x)
     call = network if name == '__call__' else getattr(network, name)
     if name == 'predict': kwargs = kwargs | {'verbose': 0}
-    try:
-        with _variables_put_back() as possible:
-            if not possible: return None
-            args = tuple(grown(np.asarray(a) if isinstance(a, list) else a) for a in args)
-            return _seconds_of(lambda: call(*args, **{k: grown(v) for k, v in kwargs.items()}),
-                2) / times / each
-    except Exception: return None   # a trial may fail in any way
+    def work():
+        more = [grown(np.asarray(a) if isinstance(a, list) else a) for a in args]
+        return _seconds_of(lambda: call(*more, **{k: grown(v) for k, v in kwargs.items()}), 2) / times / each
+    return _trial(work)
 
 # %% ../../nbs/monitor/loop_rules.ipynb #b0a1000b
 _MADE = {'model': 'a model is made in the loop', 'optimizer': 'an optimizer is made in the loop',
@@ -500,13 +497,10 @@ def _fit_as_graph(seen: _Seen) -> float | None:
 
 def _as_graph(watch: Watch) -> float | None:
     "The time of the user's function as a graph, as a share of its time now; None if it cannot be tried."
-    for function, args in watch.eager_functions():
-        try:
-            with _variables_put_back() as possible:
-                if not possible: return None
-                now = _seconds_of(partial(function, *args), 2)
-                return _seconds_of(partial(tf.function(function), *args), 3) / now
-        except Exception: continue   # a function may keep something that a graph cannot
+    for function, args in watch.eager_functions():   # one may keep something that a graph cannot
+        now = lambda: _seconds_of(partial(function, *args), 2)   # noqa: B023
+        left = _trial(lambda: 1 / now() * _seconds_of(partial(tf.function(function), *args), 3))   # noqa: B023
+        if left is not None: return left
     return None
 
 # %% ../../nbs/monitor/loop_rules.ipynb #b0a1000f

@@ -31,7 +31,7 @@ from .graph_rules import find_fetches, find_in_graph, find_on_host, _spent_insid
 from .input_rules import (
     find_copy_bound, find_ended_passes, find_few_threads, find_filled_again, find_new_iterators,
     find_python_input, find_slow_input, find_small_evaluation, find_tiny_steps, find_validation)
-from .leave_out import _free_memory, _size_of, _variables
+from .leave_out import _failed, _free_memory, _size_of, _variables
 from .loop import FitPhases
 from .loop_rules import (
     find_added_operations, find_beside, find_compiled_again, find_converted, find_copied_weights, find_eager,
@@ -87,11 +87,13 @@ def _explained(seen: _Seen) -> tuple[list[Finding], list[str]]:
         return [], [f'only {len(seen.looks)} looks: {_TOO_SHORT}; let it train for longer']
     notes = [f'only {len(seen.looks)} looks: the program was too short to be sure'] * (len(seen.looks) < 40)
     notes += _not_measured(seen)
+    _failed.clear()
     found = _asked(_PROGRAM_RULES, seen, notes)
     if seen.loop[:1] == ('fits',) and seen.watch.windows and all(f.only_on_gpu for f in found):
         found += _asked(_INSIDE_FIT, _steps_of_fit(seen.watch), notes)
     found += _located(seen, found)
     if seen.looks: notes.append(_time_spent(seen, not found))
+    if _failed and not found: notes.append(f'{len(_failed)} trials failed, the first with {_failed[0]}')
     if seen.part('graph') > .5 and (inside := seen.ask(_spent_inside)):
         notes.append(f'inside the compiled step: {inside[0]}')
     return _ranked(found), notes
