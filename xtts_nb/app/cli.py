@@ -6,8 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/app/cli.ipynb #95e5c2c2
-import os
-import shlex
 import sys
 from datetime import datetime
 from functools import partial
@@ -337,33 +335,6 @@ def _fixed_text(found: dict, out: Path | None) -> str:
         unclear = '' if found['verified'] else ', which is not clearly faster'
         lines.append(f'Measured once more: {found["verified_gain"]:.2f} x{unclear}.')
     return '\n'.join([*lines, found['train']])
-
-# %% ../../nbs/app/cli.ipynb #a7f8394d
-def _sourced(file: Path) -> str:
-    "The file as a shell's `.` finds it: it looks up a name without a folder in PATH."
-    return shlex.quote(os.path.join('.', file))
-
-@_speed('configure', example='--verify')
-def _configure(
-    verify: option(bool, 'Train in a child process, and show its settings.', '--verify') = False,
-    threads: option(int | None, 'Threads within and between ops; default: one per core.', min=1) = None,
-    no_xla: option(bool, 'Disable XLA.', '--no-xla') = False,
-    no_mixed_precision: option(bool, 'Compute in float32.', '--no-mixed-precision') = False,
-    memory_limit: option(int | None, 'Limit of each GPU in MiB; default: as needed.', min=1) = None,
-    allocator: option(str, 'Allocator of GPU memory: bfc or cuda_malloc_async.') = 'bfc',
-    env_file: option(Path | None, 'Write a file for a shell: set -a; . FILE; set +a') = None,
-):
-    "Show threads, GPU memory, XLA and precision, as requested and as in effect. Exit code 1 if they differ."
-    from xtts_nb.app.configure import (
-        configure, environment, settings_text, TFSettings, verify_settings, write_environment)
-    requested = TFSettings(threads, memory_limit, allocator, not no_xla, not no_mixed_precision)
-    if env_file: write_environment(env_file, requested)
-    rows = verify_settings(requested) if verify else configure(**vars(requested))
-    result = {'rows': rows, 'environment': environment(requested),
-              'env_file': env_file and str(env_file)}
-    if env_file: hint = f'set -a; . {_sourced(env_file)}; set +a; xtts-nb train ...'
-    else: hint = 'For a child process: xtts-nb configure --env-file FILE'
-    return result, f'{settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
 
 # %% ../../nbs/app/cli.ipynb #be04dd56
 @_speed('check', example='--stress-duration 60')

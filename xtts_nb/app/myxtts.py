@@ -99,7 +99,7 @@ ABSENT_SETTINGS = {   # key of MyXTTS -> why there is none, and the values that 
     'cache_verification': ('a cache is checked whenever it is opened', None),
     'model_start_delay': ('the first update waits for its batch and for nothing else', None),
     'auto_tune_performance': ('xtts-nb diagnose --apply measures and sets what is faster', None),
-    'max_memory_fraction': ('memory is limited in MiB, by xtts-nb configure --memory-limit', ()),
+    'max_memory_fraction': ('memory is limited in MiB, by the environment variable XTTS_NB_MEMORY_LIMIT', ()),
     'kl_loss_weight': ('training.gpt.text_loss_weight weights the two losses', ())}
 
 # %% ../../nbs/guides/from_myxtts.ipynb #91a5002c
