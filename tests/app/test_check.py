@@ -124,7 +124,7 @@ def test_check_and_report_as_a_user_runs_them(kernels):
         '## Machine', '## The training step', '## Checks', '## Records of this machine']
     assert 'FAILED' not in text and '| tensorflow |' in text and '- compiled: ' in text
 
-# --- what a training needs, and what is changed for a finding -----------------------------------------------
+# --- what is changed for a finding --------------------------------------------------------------------------
 
 SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_size': 4,
                           'prefetch_to_gpu': False}, training={'gpt': {'mode': 'eager'}})

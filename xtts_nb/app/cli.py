@@ -269,8 +269,7 @@ def _diagnose(
         return _diagnosed_script(script, seconds, config, data, out, batch_size, apply, change_learning)
     if out and not apply:
         raise UserError('diagnose: --out is for the settings that --apply finds; give both.')
-    found, text = _diagnosed('diagnose', config, data, out, batch_size, num_batches, seconds, apply,
-                             change_learning)
+    found, text = _diagnosed(config, data, out, batch_size, num_batches, seconds, apply, change_learning)
     return found.pop('diagnosis') | found, text
 
 # %% ../../nbs/app/cli.ipynb #975587b5
@@ -303,22 +302,15 @@ def _quick_fix(
     change_learning: _LearningOption = False,
 ):
     "The same as `diagnose --apply --out fixed.yaml`."
-    return _diagnosed('quick-fix', config, data, out, batch_size, num_batches, seconds, True,
-                      change_learning)
+    return _diagnosed(config, data, out, batch_size, num_batches, seconds, True, change_learning)
 
-def _diagnosed(
-    name, config, data, out, batch_size, batches, seconds, apply, change_learning
-) -> tuple[dict, str]:
+def _diagnosed(config, data, out, batch_size, batches, seconds, apply, change_learning) -> tuple[dict, str]:
     "The diagnosis of a training and, with `apply`, settings that are faster: the result, and its text."
     from xtts_nb.app.myxtts import _load_config
-    from xtts_nb.config import UserError
     requested = _load_config(config, to_stderr) if config else None
     start()
     from xtts_nb.monitor.diagnose import diagnose
-    from xtts_nb.app.quick_fix import cache_for, prerequisites, _quick_fix, training
-    needs = prerequisites(data, config) if apply else []
-    for need in needs: to_stderr(need.line())
-    for missing in (n for n in needs if not n.ok): raise UserError(f'{name}: {missing.name}: {missing.found}')
+    from xtts_nb.app.quick_fix import cache_for, _quick_fix, training
     with cache_for(data, requested, say=to_stderr) as cache:
         settings = _with_rows(requested or cache.config, batch_size)
         if not apply:
@@ -326,7 +318,7 @@ def _diagnosed(
             return {'diagnosis': verdict.to_dict()}, '\n'.join(verdict.lines())
         found = _quick_fix(cache, settings, out, batches, seconds, to_stderr, change_learning)
     if not data: found['train'] = found['train'].replace(str(cache.folder), 'CACHE')
-    return found | {'prerequisites': [vars(n) for n in needs]}, _fixed_text(found, out)
+    return found, _fixed_text(found, out)
 
 def _fixed_text(found: dict, out: Path | None) -> str:
     "What was changed, and what it gained when it was measured once more."
