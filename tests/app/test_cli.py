@@ -146,7 +146,7 @@ train --data CACHE --run foreign > foreign
 train --data CACHE --run out --preset xtts_v2 > model.dvae
 train --data CACHE --bach-size 3 > --batch-size
 train --data CACHE --steps 3 --epochs 3 > --epochs
-train --data CACHE --gpu-preset T4 > 4090
+train --data CACHE --gpu-preset T4 > --fit-memory
 train --data CACHE --preprocessing-mode runtime > data.preprocessing_mode
 train --data CACHE --batch-size 6 --grad-accum 4 > grad_accum_steps
 train --data CACHE --set data.max_seconds=0.55 > data.max_seconds

@@ -27,6 +27,10 @@ THEIR_OPTIONS = {   # option of MyXTTS -> ours with its VALUE, nothing if it cha
     '--disable-cpu-gpu-overlap': f'{_NOT_HERE}batches are always made while the step runs; '
                                  '--prefetch-buffer-size 1 buffers the fewest',
     '--disable-static-shapes': f'{_NOT_HERE}each of data.buckets has one static shape; leave it out',
+    '--optimization-level VALUE': f'{_NOT_HERE}XLA is used where it pays; precision and average are set '
+                                  'by --set training.gpt.precision=bfloat16 and --set training.gpt.ema=0.999',
+    '--gpu-preset VALUE': f'{_NOT_HERE}what fits into a GPU is measured; use --fit-memory, or xtts-nb find '
+                          'batch-size',
     '--reset-training': f'{_NOT_HERE}a new run needs a new folder; use --run',
     '--tensorboard-log-dir VALUE': f'{_NOT_HERE}metrics go to metrics.jsonl in the run; use --run',
     '--model-size VALUE': f'{_NOT_HERE}the sizes are those of a preset; use --preset tiny or xtts_v2',
