@@ -1,4 +1,4 @@
-"`check`, `report`, `quick-fix`: what passes, fails or is skipped."
+"`check`, `report`, `diagnose --apply`: what passes, fails or is skipped, and what is changed."
 import sys
 import threading
 from types import SimpleNamespace
@@ -151,12 +151,12 @@ def test_the_change_for_a_finding(monkeypatch, name, given, changed):
     assert {*_LEARNING} == {'data.batch_size', 'training.gpt.precision'} <= {*flat(TINY.model_dump())}
 
 @pytest.mark.slow
-def test_quick_fix_writes_settings_that_are_faster_and_load(tmp_path, small, cheap_xla):
+def test_diagnose_writes_settings_that_are_faster_and_load(tmp_path, small, cheap_xla):
     config = small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
                            training={'gpt': {'mode': 'eager'}})
     (tmp_path / 'toy.yaml').write_text(config.to_yaml())
-    done = xtts_nb('quick-fix', '--config', 'toy.yaml', '--batch-size', '2', '--num-batches', '8',
-                   '--seconds', '12', '--json', cwd=tmp_path)
+    done = xtts_nb('diagnose', '--apply', '--out', 'fixed.yaml', '--config', 'toy.yaml', '--batch-size', '2',
+                   '--num-batches', '8', '--seconds', '12', '--json', cwd=tmp_path)
     assert done.code == 0, done.err
     assert 'training.gpt.mode: eager -> auto' in done.json['changes'] and done.json['verified_gain'] > 1
     fixed = yaml.safe_load((tmp_path / 'fixed.yaml').read_text())

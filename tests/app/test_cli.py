@@ -177,7 +177,7 @@ voices remove anna --voices v > voices
 monitor --duration 0.1 --log-file log.txt > .jsonl
 profile --dual > --data
 diagnose --config none.yaml > none.yaml
-quick-fix --config none.yaml > none.yaml
+diagnose --out new.yaml > --apply
 check --preset huge > huge
 report --out bad.yaml > bad.yaml
 demo --steps -1 > --steps

@@ -238,30 +238,22 @@ def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     lines = [table('Who worked when', result['rows']), result['verdict'], f'The picture: {result["picture"]}']
     return result, '\n'.join(lines)
 
-# %% ../../nbs/app/cli.ipynb #5b08c8c5
-_DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.', **FOLDER)
-_BatchesOption = option(int, 'Batches in each round of measurements.', min=8)
-_RowsOption = option(int | None, 'Clips of a batch; default: from the settings.', min=1)
-_SecondsOption = option(float, 'Seconds for all measurements, approximately.', min=1)
-_LearningOption = option(bool, 'Also try fixes that change what is learned: batch size, precision.',
-                         '--change-learning')
-
-def _with_rows(config, batch_size: int | None): return config.replace(data=given(batch_size=batch_size))
-
 # %% ../../nbs/app/cli.ipynb #975587b4
 @_speed('diagnose', example='train.py')
 def _diagnose(
     script: argument(list[str] | None, 'Your training script, its arguments after --; default: the training '
                      'of this library.') = None,
     config: Settings = None,
-    data: _DataOption = None,
+    data: option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.',
+                 **FOLDER) = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,
-    batch_size: _RowsOption = None,
-    num_batches: _BatchesOption = 24,
-    seconds: _SecondsOption = 40.,
+    batch_size: option(int | None, 'Clips of a batch; default: from the settings.', min=1) = None,
+    num_batches: option(int, 'Batches in each round of measurements.', min=8) = 24,
+    seconds: option(float, 'Seconds for all measurements, approximately.', min=1) = 40.,
     apply: option(bool, 'Try the fixes one by one, keep the faster ones, measure again.',
                   '--apply') = False,
-    change_learning: _LearningOption = False,
+    change_learning: option(bool, 'Also try fixes that change what is learned: batch size, precision.',
+                            '--change-learning') = False,
 ):
     "Find out why training is slow, what to change, and what that gains."
     from xtts_nb.config import UserError
@@ -291,19 +283,6 @@ def _diagnosed_script(script: list[str], seconds: float, *others) -> tuple[dict,
     return {'findings': [f.to_dict() for f in found], 'notes': notes}, text, watch.exit_code
 
 # %% ../../nbs/app/cli.ipynb #9f5ad44b
-@_speed('quick-fix', example='--data cache/mine --out faster.yaml')
-def _quick_fix(
-    config: Settings = None,
-    data: _DataOption = None,
-    out: option(Path, 'New file for the faster settings.') = Path('fixed.yaml'),
-    batch_size: _RowsOption = None,
-    num_batches: _BatchesOption = 24,
-    seconds: _SecondsOption = 40.,
-    change_learning: _LearningOption = False,
-):
-    "The same as `diagnose --apply --out fixed.yaml`."
-    return _diagnosed(config, data, out, batch_size, num_batches, seconds, True, change_learning)
-
 def _diagnosed(config, data, out, batch_size, batches, seconds, apply, change_learning) -> tuple[dict, str]:
     "The diagnosis of a training and, with `apply`, settings that are faster: the result, and its text."
     from xtts_nb.app.myxtts import _load_config
@@ -312,7 +291,7 @@ def _diagnosed(config, data, out, batch_size, batches, seconds, apply, change_le
     from xtts_nb.monitor.diagnose import diagnose
     from xtts_nb.app.quick_fix import cache_for, _quick_fix, training
     with cache_for(data, requested, say=to_stderr) as cache:
-        settings = _with_rows(requested or cache.config, batch_size)
+        settings = (requested or cache.config).replace(data=given(batch_size=batch_size))
         if not apply:
             verdict = diagnose(*training(cache, settings), batches=batches, seconds=seconds)
             return {'diagnosis': verdict.to_dict()}, '\n'.join(verdict.lines())
