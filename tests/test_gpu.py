@@ -37,9 +37,9 @@ def test_one_step_takes_memory_of_the_gpu():
 
 def test_a_tensor_is_moved_to_the_gpu():
     import tensorflow as tf
-    from xtts_nb.app.myxtts import ensure_gpu_placement
+    from xtts_nb.devices import to_device
     with tf.device('/CPU:0'): x = tf.ones(3)
-    assert ensure_gpu_placement({'x': x})['x'].device.endswith('GPU:0')
+    assert to_device({'x': x})['x'].device.endswith('GPU:0')
 
 @pytest.mark.slow
 def test_dual_devices_are_parts_of_the_cards(tmp_path):

@@ -1,10 +1,10 @@
-"Settings from commented files, cards, the environment and options, and what wins."
+"Settings from commented files, the environment and options, and what wins."
 import pytest
 import yaml
 
 from xtts_nb.settings import (
-    _GPU_PRESETS, _LEVELS, _OPTIONS, check_used, commented_yaml, descriptions, flat,
-    from_environment, gpu_preset, nested, option_keys, optimization_level, parse_assignments, resolve)
+    _OPTIONS, check_used, commented_yaml, descriptions, flat, from_environment, nested, option_keys,
+    parse_assignments, resolve)
 from xtts_nb.config import Section, UserError, XTTSConfig
 
 DEFAULT = XTTSConfig()
@@ -31,35 +31,23 @@ def test_a_key_is_given_once_and_options_are_keys():
     with pytest.raises(UserError,
                        match='data.seed: data is given as 3 too'): nested({'data': 3, 'data.seed': 1})
 
-@pytest.mark.parametrize('name', [*_GPU_PRESETS, *_LEVELS])
-def test_a_preset_changes_the_keys_it_names(name):
-    start = DEFAULT.replace(training={'gpt': {'precision': 'float16', 'schedule': 'noam', 'ema': 0.5}})
-    keys = gpu_preset(name, cores=3) if name in _GPU_PRESETS else optimization_level(name)
-    config = laid_over(start, preset=keys)
-    assert keys.items() <= flat(config.model_dump()).items() and config != start
-    assert keys.get('data.num_workers', 3) == 3   # no more than cores
-
-def test_cards_as_people_call_them():
-    for name, card in (('RTX 4090', '4090'), ('NVIDIA GeForce RTX 3060', '3060'), ('h-200', 'H200')):
-        assert gpu_preset(name, 8) == gpu_preset(card, 8)
-    with pytest.raises(UserError, match='4090'): gpu_preset('3060 Ti', 8)
-
 def test_what_wins():
-    "File < environment < card < level < options; only the end has to be valid; each prints a line."
+    "Later layers; only the end has to be valid; each layer that changes something prints a line."
     said, file = [], DEFAULT.replace(data={'batch_size': 3, 'min_seconds': 1.0})
-    layers = {'environment': {'training.gpt.precision': 'float16'}, 'GPU preset 4090': gpu_preset('4090', 64),
-              'level': optimization_level('basic'), 'options': {'data.batch_size': 16}}
+    layers = {'environment': {'training.gpt.precision': 'float16'},
+              'more': {'data.batch_size': 32, 'data.num_workers': 24, 'training.gpt.grad_accum_steps': 4},
+              'options': {'data.batch_size': 16}}
     found = resolve(file, 'run', layers, say=said.append)
     shown = {row['key']: (row['value'], row['from']) for row in found.rows()}
     assert shown['data.min_seconds'] == (1.0, 'run') and shown['data.batch_size'] == (16, 'options')
-    assert shown['data.num_workers'] == (24, 'GPU preset 4090')
-    assert shown['training.gpt.precision'] == ('float32', 'level')
-    assert said[1].startswith('GPU preset 4090: data.batch_size 3 -> 32, ')
-    assert said[3] == 'options: data.batch_size 32 -> 16'
+    assert shown['data.num_workers'] == (24, 'more')
+    assert shown['training.gpt.precision'] == ('float16', 'environment')
+    assert said[1].startswith('more: data.batch_size 3 -> 32, ')
+    assert said[2] == 'options: data.batch_size 32 -> 16'
     assert resolve(DEFAULT, '', {'options': {'data.seed': 0}}, say=said.append).config == DEFAULT
-    assert len(said) == 4
+    assert len(said) == 3
     with pytest.raises(UserError, match='batch_size 3'):
-        laid_over(file, card={'training.gpt.grad_accum_steps': 2})
+        laid_over(file, more={'training.gpt.grad_accum_steps': 2})
     with pytest.raises(UserError, match='a.yaml: data.seed'):   # a file is checked by itself
         resolve(DEFAULT, '', {'a.yaml': {'data.seed': -1}, 'options': {'data.seed': 1}}, 'a.yaml')
     for wrong in ({'steps': 1, 'epochs': 1}, {'stepps': 1}): pytest.raises(UserError, option_keys, wrong)

@@ -1,7 +1,4 @@
-"`check`, `configure`, `report`, `quick-fix`: what passes, fails or is skipped; settings are read back."
-import json
-import os
-import subprocess
+"`check`, `report`, `diagnose --apply`: what passes, fails or is skipped, and what is changed."
 import sys
 import threading
 from types import SimpleNamespace
@@ -13,12 +10,11 @@ import yaml
 from process import SMALL, python, xtts_nb
 from xtts_nb.app import check, quick_fix
 from xtts_nb.app.check import _CHECKS, run_checks, StepTrial
-from xtts_nb.app.configure import environment, TFSettings, verify_settings, write_environment
 from xtts_nb.app.quick_fix import _change_for, _LEARNING
-from xtts_nb.settings import flat, from_environment
-from xtts_nb.config import GPTTraining, UserError, XTTSConfig
+from xtts_nb.settings import flat
+from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.sampler import CPU, GPU, Sample
-from xtts_nb.train.step import MODES, choose_xla, step_modes
+from xtts_nb.train.step import MODES, step_modes
 
 TINY = XTTSConfig.tiny()
 
@@ -128,63 +124,7 @@ def test_check_and_report_as_a_user_runs_them(kernels):
         '## Machine', '## The training step', '## Checks', '## Records of this machine']
     assert 'FAILED' not in text and '| tensorflow |' in text and '- compiled: ' in text
 
-# --- settings of TensorFlow ---------------------------------------------------------------------------------
-
-@pytest.fixture
-def clean(monkeypatch):
-    "No settings of an earlier test."
-    for name in environment(TFSettings(memory_limit=1, allocator='cuda_malloc_async')):
-        monkeypatch.delenv(name, raising=False)
-
-def test_a_shell_reads_the_file_and_training_takes_its_keys(clean, tmp_path, monkeypatch):
-    "Each setting differs from its default."
-    monkeypatch.setenv('TF_XLA_FLAGS', '--tf_xla_auto_jit=1 --other=2')   # flags of others stay
-    write_environment(tmp_path / 'tf.env', TFSettings(3, 512, 'cuda_malloc_async', False, False))
-    shell = 'set -a; . ./tf.env; set +a; exec "$0" -c "import os, json; print(json.dumps(dict(os.environ)))"'
-    done = subprocess.run(['sh', '-c', shell, sys.executable], cwd=tmp_path, capture_output=True, text=True,
-                          check=True)
-    got = json.loads(done.stdout)
-    expected = {'TF_NUM_INTRAOP_THREADS': '3', 'TF_NUM_INTEROP_THREADS': '3', 'XTTS_NB_MEMORY_LIMIT': '512',
-                'TF_GPU_ALLOCATOR': 'cuda_malloc_async', 'TF_XLA_FLAGS': '--other=2'}
-    assert expected.items() <= got.items() and 'TF_FORCE_GPU_ALLOW_GROWTH' not in got
-    for name in ('XTTS_NB_MODE', 'XTTS_NB_PRECISION'): monkeypatch.setenv(name, got[name])
-    assert from_environment() == {'training.gpt.precision': 'float32'} | {
-        f'training.{part}.mode': 'graph' for part in ('gpt', 'dvae', 'decoder')}
-    default = environment(TFSettings())
-    assert default['TF_FORCE_GPU_ALLOW_GROWTH'] == 'true'
-    assert default['TF_XLA_FLAGS'] == '--other=2 --tf_xla_auto_jit=2'
-
-CHILD = '''
-import json
-from xtts_nb.app.configure import configure
-first = configure(threads=1, xla=True, mixed_precision=True)
-import keras, tensorflow as tf
-layer = keras.layers.Dense(2)
-layer(tf.ones((1, 2)))
-late = configure(threads=2, xla=False, mixed_precision=False)
-dtypes = layer.compute_dtype, keras.layers.Dense(2).compute_dtype
-print(json.dumps([first, late, *dtypes, bool(tf.config.optimizer.get_jit())]))
-'''
-
-def test_what_is_set_in_tensorflow_is_read_back(clean):
-    done = python(CHILD, env={k: v for k, v in os.environ.items() if k != 'TF_XLA_FLAGS'})
-    assert done.code == 0, done.err
-    first, late, *got = json.loads(done.out.splitlines()[-1])
-    assert {row['setting']: row['got'] for row in first} | {'allocator': None} == {
-        'intra-op threads': 1, 'inter-op threads': 1, 'memory growth': None, 'allocator': None, 'XLA': True,
-        'precision': 'mixed_bfloat16'}
-    assert not [row for row in first if row['ok'] is False] and got == ['bfloat16', 'float32', False]
-    assert [(row['got'], row['ok']) for row in late if 'threads' in row['setting']] == [(1, False)] * 2
-
-@pytest.mark.slow
-def test_a_child_trains_with_the_settings(clean, cheap_xla):
-    "The page of `configure` has one without XLA, in bfloat16."
-    rows = {row['setting']: row for row in verify_settings(TFSettings(threads=2, mixed_precision=False))}
-    assert not [row for row in rows.values() if row['ok'] is False]
-    assert [rows[name]['got'] for name in ('intra-op threads', 'XLA', 'precision')] == [
-        2, choose_xla(GPTTraining(mode='auto', precision='float32'))[0], 'float32']
-
-# --- what a training needs, and what is changed for a finding -----------------------------------------------
+# --- what is changed for a finding --------------------------------------------------------------------------
 
 SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_size': 4,
                           'prefetch_to_gpu': False}, training={'gpt': {'mode': 'eager'}})
@@ -211,12 +151,12 @@ def test_the_change_for_a_finding(monkeypatch, name, given, changed):
     assert {*_LEARNING} == {'data.batch_size', 'training.gpt.precision'} <= {*flat(TINY.model_dump())}
 
 @pytest.mark.slow
-def test_quick_fix_writes_settings_that_are_faster_and_load(tmp_path, small, cheap_xla):
+def test_diagnose_writes_settings_that_are_faster_and_load(tmp_path, small, cheap_xla):
     config = small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
                            training={'gpt': {'mode': 'eager'}})
     (tmp_path / 'toy.yaml').write_text(config.to_yaml())
-    done = xtts_nb('quick-fix', '--config', 'toy.yaml', '--batch-size', '2', '--num-batches', '8',
-                   '--seconds', '12', '--json', cwd=tmp_path)
+    done = xtts_nb('diagnose', '--apply', '--out', 'fixed.yaml', '--config', 'toy.yaml', '--batch-size', '2',
+                   '--num-batches', '8', '--seconds', '12', '--json', cwd=tmp_path)
     assert done.code == 0, done.err
     assert 'training.gpt.mode: eager -> auto' in done.json['changes'] and done.json['verified_gain'] > 1
     fixed = yaml.safe_load((tmp_path / 'fixed.yaml').read_text())

@@ -1,16 +1,9 @@
-"The settings, options and functions of MyXTTS."
-import numpy as np
+"The settings and options of MyXTTS."
 import pytest
-import tensorflow as tf
 
-from xtts_nb.app.myxtts import (
-    ABSENT_SETTINGS, THEIR_OPTIONS, THEIR_SETTINGS, TFNativeDataLoader, apply_aggressive_prefetching,
-    configure_tensorflow_for_max_throughput, create_parallel_interleave_dataset, optimize_dataset_pipeline,
-    our_keys, our_options, print_optimization_summary)
+from xtts_nb.app.myxtts import ABSENT_SETTINGS, THEIR_OPTIONS, THEIR_SETTINGS, our_keys, our_options
 from xtts_nb.settings import config_diff, nested
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.data.audio import load_audio, log_mel, save_audio, synthetic_voice
-from xtts_nb.monitor.loop import python_operations
 
 DEFAULT = XTTSConfig()
 
@@ -71,31 +64,3 @@ def test_their_options_become_ours():
         if new.startswith('not here'):
             with pytest.raises(UserError,
                                match=f'^{old.split()[0]} is not an option here: '): our_options(old.split())
-
-# --- functions ----------------------------------------------------------------------------------------------
-
-def test_the_native_loader_gives_samples_and_mel_in_graph(tmp_path):
-    save_audio(tmp_path / 'a.wav', synthetic_voice(0.5))
-    native, path = tf.function(TFNativeDataLoader().load_and_process_audio), str(tmp_path / 'a.wav')
-    wav, mel = native(path)
-    assert np.array_equal(wav, load_audio(tmp_path / 'a.wav')) and np.allclose(mel, log_mel(wav, 1024),
-                                                                               atol=1e-4)
-    assert [part.shape for part in native(path, max_length=5120)] == [(5120,), (21, 80)]
-
-def test_a_whole_pipeline_in_one_call_refuses_python():
-    table, options = configure_tensorflow_for_max_throughput(num_workers=3, ram_budget=2)
-    assert 'intra-op threads' in table and options.autotune.ram_budget == 2**31
-    source = tf.data.Dataset.range(10)
-    fast = optimize_dataset_pipeline(source, lambda x: x * 2, batch_size=4, num_workers=3, buffer_size=5)
-    assert [b.tolist() for b in fast.as_numpy_iterator()] == [[0, 2, 4, 6], [8, 10, 12, 14]]   # of one shape
-    assert python_operations(fast) == 0 and 'parallel 3' in print_optimization_summary(fast)[1]
-    with pytest.raises(UserError, match='runs Python'):
-        optimize_dataset_pipeline(source, lambda x: tf.numpy_function(lambda v: v, (x,), tf.int64), 4)
-    device = apply_aggressive_prefetching(source, batch_size=4, prefetch_to_device='/CPU:0')
-    assert type(device._inputs()[0]).__name__ == '_CopyToDeviceDataset'   # the device is the last stage
-    assert len(list(device.as_numpy_iterator())) == 2
-
-def test_files_are_read_side_by_side_in_a_fixed_order(tmp_path):
-    for name in 'abc': (tmp_path / name).write_text(f'{name}1\n{name}2\n')
-    files = create_parallel_interleave_dataset([tmp_path / name for name in 'abc'], tf.data.TextLineDataset)
-    assert list(files.as_numpy_iterator()) == [b'a1', b'b1', b'a2', b'b2', b'c1', b'c2']

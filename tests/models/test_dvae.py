@@ -48,7 +48,7 @@ def test_codes_and_mels_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all
     all_ok(dvae_parity(toy_xtts.dvae, toy_inputs, theirs))
 
 def test_no_layer_follows_the_global_policy(small):
-    "Else a cache that is prepared after `configure`, which sets one, would hold other codes under its key."
+    "Else a cache that a program with such a policy prepares would hold other codes under its key."
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy('mixed_bfloat16')
     try: nets = DVAE(small), HiFiGAN(small), SpeakerEncoder(small), Critic(small.training.decoder)

@@ -6,8 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/app/cli.ipynb #95e5c2c2
-import os
-import shlex
 import sys
 from datetime import datetime
 from functools import partial
@@ -240,30 +238,22 @@ def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     lines = [table('Who worked when', result['rows']), result['verdict'], f'The picture: {result["picture"]}']
     return result, '\n'.join(lines)
 
-# %% ../../nbs/app/cli.ipynb #5b08c8c5
-_DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.', **FOLDER)
-_BatchesOption = option(int, 'Batches in each round of measurements.', min=8)
-_RowsOption = option(int | None, 'Clips of a batch; default: from the settings.', min=1)
-_SecondsOption = option(float, 'Seconds for all measurements, approximately.', min=1)
-_LearningOption = option(bool, 'Also try fixes that change what is learned: batch size, precision.',
-                         '--change-learning')
-
-def _with_rows(config, batch_size: int | None): return config.replace(data=given(batch_size=batch_size))
-
 # %% ../../nbs/app/cli.ipynb #975587b4
 @_speed('diagnose', example='train.py')
 def _diagnose(
     script: argument(list[str] | None, 'Your training script, its arguments after --; default: the training '
                      'of this library.') = None,
     config: Settings = None,
-    data: _DataOption = None,
+    data: option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.',
+                 **FOLDER) = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,
-    batch_size: _RowsOption = None,
-    num_batches: _BatchesOption = 24,
-    seconds: _SecondsOption = 40.,
+    batch_size: option(int | None, 'Clips of a batch; default: from the settings.', min=1) = None,
+    num_batches: option(int, 'Batches in each round of measurements.', min=8) = 24,
+    seconds: option(float, 'Seconds for all measurements, approximately.', min=1) = 40.,
     apply: option(bool, 'Try the fixes one by one, keep the faster ones, measure again.',
                   '--apply') = False,
-    change_learning: _LearningOption = False,
+    change_learning: option(bool, 'Also try fixes that change what is learned: batch size, precision.',
+                            '--change-learning') = False,
 ):
     "Find out why training is slow, what to change, and what that gains."
     from xtts_nb.config import UserError
@@ -271,8 +261,7 @@ def _diagnose(
         return _diagnosed_script(script, seconds, config, data, out, batch_size, apply, change_learning)
     if out and not apply:
         raise UserError('diagnose: --out is for the settings that --apply finds; give both.')
-    found, text = _diagnosed('diagnose', config, data, out, batch_size, num_batches, seconds, apply,
-                             change_learning)
+    found, text = _diagnosed(config, data, out, batch_size, num_batches, seconds, apply, change_learning)
     return found.pop('diagnosis') | found, text
 
 # %% ../../nbs/app/cli.ipynb #975587b5
@@ -294,41 +283,21 @@ def _diagnosed_script(script: list[str], seconds: float, *others) -> tuple[dict,
     return {'findings': [f.to_dict() for f in found], 'notes': notes}, text, watch.exit_code
 
 # %% ../../nbs/app/cli.ipynb #9f5ad44b
-@_speed('quick-fix', example='--data cache/mine --out faster.yaml')
-def _quick_fix(
-    config: Settings = None,
-    data: _DataOption = None,
-    out: option(Path, 'New file for the faster settings.') = Path('fixed.yaml'),
-    batch_size: _RowsOption = None,
-    num_batches: _BatchesOption = 24,
-    seconds: _SecondsOption = 40.,
-    change_learning: _LearningOption = False,
-):
-    "The same as `diagnose --apply --out fixed.yaml`."
-    return _diagnosed('quick-fix', config, data, out, batch_size, num_batches, seconds, True,
-                      change_learning)
-
-def _diagnosed(
-    name, config, data, out, batch_size, batches, seconds, apply, change_learning
-) -> tuple[dict, str]:
+def _diagnosed(config, data, out, batch_size, batches, seconds, apply, change_learning) -> tuple[dict, str]:
     "The diagnosis of a training and, with `apply`, settings that are faster: the result, and its text."
     from xtts_nb.app.myxtts import _load_config
-    from xtts_nb.config import UserError
     requested = _load_config(config, to_stderr) if config else None
     start()
     from xtts_nb.monitor.diagnose import diagnose
-    from xtts_nb.app.quick_fix import cache_for, prerequisites, _quick_fix, training
-    needs = prerequisites(data, config) if apply else []
-    for need in needs: to_stderr(need.line())
-    for missing in (n for n in needs if not n.ok): raise UserError(f'{name}: {missing.name}: {missing.found}')
+    from xtts_nb.app.quick_fix import cache_for, _quick_fix, training
     with cache_for(data, requested, say=to_stderr) as cache:
-        settings = _with_rows(requested or cache.config, batch_size)
+        settings = (requested or cache.config).replace(data=given(batch_size=batch_size))
         if not apply:
             verdict = diagnose(*training(cache, settings), batches=batches, seconds=seconds)
             return {'diagnosis': verdict.to_dict()}, '\n'.join(verdict.lines())
         found = _quick_fix(cache, settings, out, batches, seconds, to_stderr, change_learning)
     if not data: found['train'] = found['train'].replace(str(cache.folder), 'CACHE')
-    return found | {'prerequisites': [vars(n) for n in needs]}, _fixed_text(found, out)
+    return found, _fixed_text(found, out)
 
 def _fixed_text(found: dict, out: Path | None) -> str:
     "What was changed, and what it gained when it was measured once more."
@@ -337,33 +306,6 @@ def _fixed_text(found: dict, out: Path | None) -> str:
         unclear = '' if found['verified'] else ', which is not clearly faster'
         lines.append(f'Measured once more: {found["verified_gain"]:.2f} x{unclear}.')
     return '\n'.join([*lines, found['train']])
-
-# %% ../../nbs/app/cli.ipynb #a7f8394d
-def _sourced(file: Path) -> str:
-    "The file as a shell's `.` finds it: it looks up a name without a folder in PATH."
-    return shlex.quote(os.path.join('.', file))
-
-@_speed('configure', example='--verify')
-def _configure(
-    verify: option(bool, 'Train in a child process, and show its settings.', '--verify') = False,
-    threads: option(int | None, 'Threads within and between ops; default: one per core.', min=1) = None,
-    no_xla: option(bool, 'Disable XLA.', '--no-xla') = False,
-    no_mixed_precision: option(bool, 'Compute in float32.', '--no-mixed-precision') = False,
-    memory_limit: option(int | None, 'Limit of each GPU in MiB; default: as needed.', min=1) = None,
-    allocator: option(str, 'Allocator of GPU memory: bfc or cuda_malloc_async.') = 'bfc',
-    env_file: option(Path | None, 'Write a file for a shell: set -a; . FILE; set +a') = None,
-):
-    "Show threads, GPU memory, XLA and precision, as requested and as in effect. Exit code 1 if they differ."
-    from xtts_nb.app.configure import (
-        configure, environment, settings_text, TFSettings, verify_settings, write_environment)
-    requested = TFSettings(threads, memory_limit, allocator, not no_xla, not no_mixed_precision)
-    if env_file: write_environment(env_file, requested)
-    rows = verify_settings(requested) if verify else configure(**vars(requested))
-    result = {'rows': rows, 'environment': environment(requested),
-              'env_file': env_file and str(env_file)}
-    if env_file: hint = f'set -a; . {_sourced(env_file)}; set +a; xtts-nb train ...'
-    else: hint = 'For a child process: xtts-nb configure --env-file FILE'
-    return result, f'{settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
 
 # %% ../../nbs/app/cli.ipynb #be04dd56
 @_speed('check', example='--stress-duration 60')

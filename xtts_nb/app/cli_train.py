@@ -31,8 +31,6 @@ _Older = option(Path | None, 'Train on clips from this older cache or corpus too
                              'forget them.', '--mix', **EXISTS)
 _OlderShare = option(float | None, 'Share of the updates that train on clips of --mix; default: 0.2.', min=0,
                      max=0.9)
-_GPUPreset = option(str | None, 'Batch, precision and workers for a GPU: 4090, 3090, 3060, A100, '
-                                 'H200.')
 
 # %% ../../nbs/app/cli_train.ipynb #c0720102
 @_training('tune', example='reading.mp3 --text reading.txt --out voice', groups={
@@ -138,7 +136,7 @@ def _note(line: dict) -> str:
 # %% ../../nbs/app/cli_train.ipynb #8179c210
 @_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine', groups={
     'Data': 'data val val_data preprocessing_mode', 'Fine-tuning': 'model finetune mix mix_share',
-    'Training': 'steps epochs batch_size grad_accum lr fit_memory gpu_preset optimization_level',
+    'Training': 'steps epochs batch_size grad_accum lr fit_memory',
     'Input pipeline': 'num_workers prefetch_buffer_size enable_static_shapes prefetch_to_gpu'})
 def _train(
     ctx: typer.Context,
@@ -149,10 +147,6 @@ def _train(
     fit_memory: option(bool, 'First find out how many rows fit at once.', '--fit-memory') = False,
     preset: _AsMade = None,
     config: Settings = None,
-    gpu_preset: _GPUPreset = None,
-    optimization_level: option(str | None, 'basic: graph, float32, constant rate; enhanced: XLA where it '
-                                           'pays, cosine rate; experimental: also bfloat16 and a moving '
-                                           'average.') = None,
     steps: _Steps = None,
     epochs: option(int | None, 'Total passes over the clips, instead of --steps.', min=1) = None,
     val: _HeldOut = 0.,
@@ -191,7 +185,7 @@ def _keys(config: Path | None) -> dict | None:
 def _wanted(options: dict) -> dict:
     "What `train` is asked for, as `settings_for` takes it."
     from xtts_nb.settings import _OPTIONS, parse_assignments
-    named = 'data', 'run', 'model', 'preset', 'gpu_preset', 'optimization_level', *_OPTIONS
+    named = 'data', 'run', 'model', 'preset', *_OPTIONS
     keys = parse_assignments(options['set_'] or ())
     wanted = {name: options[name] for name in named} | keys
     return wanted | {'config': _keys(options['config']), 'say': to_stderr}
@@ -330,23 +324,19 @@ def _find_learning_rate(
 _config_app = typer.Typer(no_args_is_help=True, help='Create a settings file, or show all settings.')
 app.add_typer(_config_app, name='config', rich_help_panel='Train')
 
-@command('create', group=_config_app, example='config.yaml --gpu-preset 4090')
+@command('create', group=_config_app, example='config.yaml --preset tiny')
 def _config_create(
     out: argument(Path, 'File to write.') = Path('config.yaml'),
     preset: Preset = 'xtts_v2',
-    gpu_preset: _GPUPreset = None,
 ):
     "Write all settings with their defaults to a commented YAML file, for xtts-nb train --config."
-    from xtts_nb.config import cores, UserError, XTTSConfig
+    from xtts_nb.config import UserError, XTTSConfig
     from xtts_nb.files import atomic_file
-    from xtts_nb.settings import commented_yaml, config_diff, gpu_preset as keys_for, nested
-    base = XTTSConfig.preset(preset)
-    config = base.replace(**nested(keys_for(gpu_preset, cores()))) if gpu_preset else base
+    from xtts_nb.settings import commented_yaml
+    config = XTTSConfig.preset(preset)
     if out.exists(): raise UserError(f'{out}: already exists; choose another name or remove it.')
     with atomic_file(out) as part: part.write_text(commented_yaml(config), encoding='utf-8')
-    changed = {key: new for key, (_, new) in config_diff(base, config).items()}
-    result = {'config': str(out), 'preset': preset, 'changed': changed}
-    return result, f'{out}: xtts-nb train --config {out} --data CACHE'
+    return {'config': str(out), 'preset': preset}, f'{out}: xtts-nb train --config {out} --data CACHE'
 
 _CHOSEN_LATER = {   # option of train: keys
     **dict.fromkeys(('val', 'val_data'), 'training.gpt.validate_every'),

@@ -20,8 +20,8 @@ from ..data.text import Tokenizer
 from ..devices import DevicePlan, in_cluster, setup_devices
 from ..files import check_folder
 from ..settings import (
-    check_used, config_diff, flat, layers_of, nested, _RATE_KEYS, rates, Resolved, resolve,
-    _SMALL, usual_rates)
+    check_used, config_diff, flat, from_environment, nested, option_keys, _RATE_KEYS, rates, Resolved,
+    resolve, _SMALL, usual_rates)
 from .caches import _corpus_cache, is_corpus, silent
 from .dual import _check_no_codes, Feed, RING
 from .finetune import new_rows
@@ -93,8 +93,6 @@ def settings_for(
     *,
     preset: str | None = None,        # tiny or xtts_v2; default: as the run or the cache has it, else tiny
     config: str | Path | XTTSConfig | dict | None = None,   # file, settings, or {key: value}
-    gpu_preset: str | None = None,
-    optimization_level: str | None = None,
     say: Callable = print,
     **options,                        # by short name or key, as of `option_keys`
 ) -> _Request:
@@ -109,7 +107,7 @@ def settings_for(
     else: begun, origin = cache.config, str(cache.folder)
     config = _as_layer(config)
     file = next(iter(config), None)
-    layers = layers_of(gpu_preset, optimization_level, options)
+    layers = {'environment': from_environment(), 'options': option_keys(options)}
     resolved = resolve(begun, origin, config | layers, file, say)
     base = model or facts.get('base')
     if not model and base and not (Path(base) / 'model.safetensors').is_file():
