@@ -75,7 +75,7 @@ def summed(x):
         y = tf.reduce_sum(x @ tf.transpose(x) @ x)
     return tape.gradient(y, x)
 def dense(ids): return TABLE.assign_sub(tf.ones_like(TABLE) * tf.reduce_sum(tf.gather(TABLE, ids)))
-def sparse(ids): return TABLE.scatter_sub(tf.IndexedSlices(tf.gather(TABLE, ids), ids))
+def sparse(ids): TABLE.scatter_sub(tf.IndexedSlices(tf.gather(TABLE, ids), ids))
 
 @pytest.mark.parametrize('part, slow, fixed, given', [
     (page._ROW_LOOP, lambda x: tf.map_fn(tf.sin, x), tf.sin, X),
