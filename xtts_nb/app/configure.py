@@ -26,14 +26,14 @@ from ..models.xtts import POLICIES
 from ..train.step import choose_xla, compile_step, random_batch, Update
 
 # %% ../../nbs/app/configure.ipynb #d488304c
-# TensorFlow's own pool; the pool of the CUDA driver, which fragments less
+# TensorFlow's own pool; the CUDA driver's pool, which fragments less
 _ALLOCATORS = 'bfc', 'cuda_malloc_async'
 
 @dataclass(frozen=True)
 class TFSettings:
-    "Settings of TensorFlow for a process."
-    threads: int | None = None         # within an op and between ops; None: one per core
-    memory_limit: int | None = None    # MiB of each GPU; None: memory grows as needed
+    "TensorFlow settings of a process."
+    threads: int | None = None         # intra-op and inter-op; None: one per core
+    memory_limit: int | None = None    # MiB per GPU; None: grows as needed
     allocator: str = 'bfc'             # of GPU memory
     xla: bool = True                   # compile what XLA can compile
     mixed_precision: bool = True       # matrix products in bfloat16, weights in float32
@@ -52,7 +52,7 @@ class TFSettings:
 
 # %% ../../nbs/app/configure.ipynb #2af3c355
 def environment(settings: TFSettings) -> dict[str, str]:
-    "The environment variables that give these settings to a child process."
+    "Environment variables that apply these settings in a child process."
     threads = str(settings.threads or cores())
     out = {'TF_NUM_INTRAOP_THREADS': threads, 'TF_NUM_INTEROP_THREADS': threads}
     if settings.memory_limit: out['XTTS_NB_MEMORY_LIMIT'] = str(settings.memory_limit)
@@ -65,7 +65,7 @@ def environment(settings: TFSettings) -> dict[str, str]:
 
 # %% ../../nbs/app/configure.ipynb #2c25b6ba
 def _are_ours(path: Path) -> bool:
-    "Whether a file holds nothing but variables of `environment`."
+    "Whether a file holds only variables of `environment`."
     kinds = TFSettings(memory_limit=1), TFSettings(allocator='cuda_malloc_async')
     ours = {name for settings in kinds for name in environment(settings)}
     try: lines = path.read_text(encoding='utf-8').splitlines()
@@ -76,7 +76,7 @@ def write_environment(
     path: str | Path,   # for a shell: set -a; . FILE; set +a
     settings: TFSettings,
 ):
-    "Write the environment variables of these settings as a file that a shell reads."
+    "Write these settings as a file of environment variables for a shell."
     check_results(Path(path).parent, [Path(path).name], lambda: _are_ours(Path(path)))
     lines = [f'{name}={shlex.quote(value)}\n' for name, value in environment(settings).items()]
     with atomic_file(path) as part: part.write_text(''.join(lines), encoding='utf-8')
@@ -89,12 +89,12 @@ def _row(setting: str, asked, got, note: str = '') -> dict:
     return {'setting': setting, 'asked': asked, 'got': got, 'ok': ok, 'note': note}
 
 def _thread_rows(settings: TFSettings, table: dict) -> list[dict]:
-    "The rows of the threads, from the table of `setup_tf`."
+    "The thread rows, from the table of `setup_tf`."
     return [_row(name, settings.threads or asked, got) for name, (asked, got) in table.items()
             if 'threads' in name]
 
 def _memory_rows(settings: TFSettings, table: dict, allocator: str | None) -> list[dict]:
-    "The rows of GPU memory and its allocator, from the table of `setup_tf`."
+    "The rows of GPU memory and allocator, from the table of `setup_tf`."
     gpus = {name: pair for name, pair in table.items() if name.startswith('memory')}
     if not gpus:
         memory = 'memory limit, MiB' if settings.memory_limit else 'memory growth'
@@ -108,7 +108,7 @@ def _value_text(value) -> str:
     return 'not set' if value is None else {'True': 'on', 'False': 'off'}.get(str(value), str(value))
 
 def settings_text(rows: list[dict]) -> str:
-    "Requested -> in use, a line for each setting."
+    "Requested -> in use, a line per setting."
     width = max(len(row['setting']) for row in rows)
     values = lambda row: f'{_value_text(row["asked"]):>18} -> {_value_text(row["got"]):18}'
     lines = [f'{row["setting"]:{width}}  {values(row)} {row["note"]}' for row in rows]
@@ -116,13 +116,13 @@ def settings_text(rows: list[dict]) -> str:
 
 # %% ../../nbs/app/configure.ipynb #2050000c
 def configure(
-    threads: int | None = None,        # within an op and between ops; default: one per core
-    memory_limit: int | None = None,   # MiB of each GPU; default: memory grows as needed
+    threads: int | None = None,        # intra-op and inter-op; default: one per core
+    memory_limit: int | None = None,   # MiB per GPU; default: grows as needed
     allocator: str = 'bfc',            # or cuda_malloc_async
     xla: bool = True,
     mixed_precision: bool = True,
 ) -> list[dict]:                       # {setting, asked, got, ok, note}
-    "Configure TensorFlow in this process and its child processes, and read back what it uses; call it first."
+    "Configure TensorFlow in this process and its children, and read back its settings; call first."
     settings = TFSettings(threads, memory_limit, allocator, xla, mixed_precision)
     started = _tf_started()
     os.environ.update(environment(settings))
@@ -139,7 +139,7 @@ def configure(
 
 # %% ../../nbs/app/configure.ipynb #9c2d5b50
 def _settings_in_use() -> dict:
-    "Make one update with the settings of the environment, and return what TensorFlow used for it."
+    "Run one update with the environment's settings, and return those that TensorFlow used."
     table = setup_tf()
     config = XTTSConfig.tiny(64).replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                                          data={'batch_size': 2, 'reference_frames': 32})
@@ -151,13 +151,13 @@ def _settings_in_use() -> dict:
     return {'table': table, 'xla': (chosen, step.xla, why), 'precision': gpt.compute_dtype, 'loss': loss}
 
 def verify_settings(settings: TFSettings) -> list[dict]:   # rows as of `configure`
-    "Train for one update in a child process that gets these settings as environment variables; what it used."
+    "Run one update in a child process with these settings; returns those it used."
     program = 'import json; from xtts_nb.app import configure as c; print(json.dumps(c._settings_in_use()))'
-    log = {} if settings.allocator == 'bfc' else {'TF_CPP_MIN_LOG_LEVEL': '0'}   # only the log names it
+    log = {} if settings.allocator == 'bfc' else {'TF_CPP_MIN_LOG_LEVEL': '0'}   # only the log has it
     child = subprocess.run([sys.executable, '-c', program], env=os.environ | environment(settings) | log,
                            capture_output=True, text=True)
     if child.returncode:
-        # a process that was killed may have printed nothing
+        # a killed process may have printed nothing
         last = (child.stderr.strip().splitlines() or [f'exit code {child.returncode}'])[-1]
         raise UserError(f'configure: training with these settings fails: {last}')
     got = json.loads(child.stdout.splitlines()[-1])

@@ -19,7 +19,7 @@ from ..settings import flat, nested
 _NOT_HERE = 'not here: '
 _NO_STYLE = f'{_NOT_HERE}the voice comes from a recording alone, without style tokens; leave it out'
 _NO_ENCODER = f'{_NOT_HERE}the speaker encoder is that of XTTS and part of the model; leave it out'
-THEIR_OPTIONS = {   # option of MyXTTS -> ours with its VALUE, nothing if it changes nothing, or a reason
+THEIR_OPTIONS = {   # MyXTTS option -> ours with its VALUE, nothing if it has no effect, or a reason
     '--train-data VALUE': '--data VALUE', '--checkpoint-dir VALUE': '--run VALUE',
     '--pad-to-fixed-length': '--enable-static-shapes', '--no-prefetch-to-gpu': '--disable-gpu-prefetch',
     '--enable-eager-debug': '--set training.gpt.mode=eager',
@@ -55,10 +55,10 @@ THEIR_OPTIONS = {   # option of MyXTTS -> ours with its VALUE, nothing if it cha
 
 # %% ../../nbs/guides/from_myxtts.ipynb #91a5002a
 def our_options(
-    words: list[str],   # of a command line
-    say: Callable = print,   # receives a line on each option that is translated
+    words: list[str],   # a command line
+    say: Callable = print,   # receives a line per translated option
 ) -> list[str]:
-    "The command line with ours for options of MyXTTS; raises `UserError` for one without counterpart."
+    "Translate MyXTTS options of a command line; raises `UserError` for one without equivalent."
     table = {old.split()[0]: (old, new) for old, new in THEIR_OPTIONS.items()}
     left, out = [*words], []
     while left:
@@ -72,14 +72,14 @@ def our_options(
         ours = new.split()
         if old.endswith('VALUE') and not equals:
             if left: value = left.pop(0)
-            elif ours: ours = ours[:1]   # the parser says that its value is missing
+            elif ours: ours = ours[:1]   # the parser reports its missing value
         out += [part.replace('VALUE', value) for part in ours]
         say(f'{name} is {new.split("=")[0].removesuffix(" VALUE")} here.' if new else
             f'{name} does nothing here.')
     return out
 
 # %% ../../nbs/guides/from_myxtts.ipynb #91a50008
-THEIR_SETTINGS = {   # key of MyXTTS, in any section -> ours, and its value there; None: done anyway
+THEIR_SETTINGS = {   # MyXTTS key, in any section -> ours and its value; None: always done
     'enable_eager_debug': ('training.gpt.mode', {True: 'eager', False: None}.__getitem__),
     'enable_graph_mode': ('training.gpt.mode', {False: 'eager', True: None}.__getitem__),
     'enable_xla_compilation': ('training.gpt.mode', {True: 'xla', False: 'graph'}.__getitem__),
@@ -93,7 +93,7 @@ THEIR_SETTINGS = {   # key of MyXTTS, in any section -> ours, and its value ther
         'enhanced_gpu_prefetch': 'data.prefetch_to_gpu', 'max_text_length': 'data.max_text_tokens',
         'pipeline_buffer_size': 'data.prefetch_buffer_size', 'n_mels': 'model.audio.n_mels',
         'sample_rate': 'model.audio.sample_rate'}.items()}}
-ABSENT_SETTINGS = {   # key of MyXTTS -> why there is none, and the values that change nothing; None: any
+ABSENT_SETTINGS = {   # MyXTTS key -> why we have none, and values without effect; None: any
     'use_tf_native_loading': ('reading is always native', (True,)),
     'optimize_cpu_gpu_overlap': ('data.prefetch_buffer_size batches are always made ahead', (True,)),
     'enable_tensorrt': ('the step is compiled as training.gpt.mode says', (False,)),
@@ -116,7 +116,7 @@ def _is_ours(key: str) -> bool:
     return True
 
 def _converted(key: str, value, where: str) -> tuple[str, object] | None:
-    "Our key and value for one of MyXTTS; `None` if there is none."
+    "Our key and value for a MyXTTS key; `None` if there is none."
     name = key.rpartition('.')[2]
     if name not in THEIR_SETTINGS:
         ours = key.count('.') < 2 and not key.startswith('voice.') and _key_named(name)
@@ -131,7 +131,7 @@ def our_keys(
     keys: dict,     # {key: value} of a file
     where: str,     # name of the file, for messages
 ) -> tuple[dict, list[str]]:
-    "The settings with our keys, and a line on each key of MyXTTS; unknown ones stay."
+    "The settings with our keys, and a line per translated key; unknown keys stay."
     own, lines, theirs = {}, [], []
     for key, value in keys.items():
         name = key.rpartition('.')[2]
@@ -155,27 +155,27 @@ def our_keys(
 # %% ../../nbs/guides/from_myxtts.ipynb #1dba5db7
 def _keys_of(
     path: str | Path,
-    say: Callable = print,   # receives a line on each key of MyXTTS
+    say: Callable = print,   # receives a line per MyXTTS key
 ) -> dict:                   # {key: value}
-    "The settings of a YAML file, ours or MyXTTS's."
+    "The settings in a YAML file, ours or MyXTTS's."
     keys, lines = our_keys(flat(read_settings(path)), str(path))
     for line in lines: say(line)
     return keys
 
 def _load_config(
     path: str | Path,
-    say: Callable = print,             # receives a line on each key of MyXTTS
-    base: XTTSConfig = XTTSConfig(),   # settings for the keys that the file leaves out
+    say: Callable = print,             # receives a line per MyXTTS key
+    base: XTTSConfig = XTTSConfig(),   # settings for keys missing in the file
 ) -> XTTSConfig:
-    "All settings with those of a YAML file, ours or MyXTTS's."
+    "`base` overridden by a YAML file, ours or MyXTTS's."
     return base.replace(str(path), **nested(_keys_of(path, say)))
 
 # %% ../../nbs/guides/from_myxtts.ipynb #12826e9a
 class TFNativeDataLoader:
-    "A 16-bit mono wav file -> samples and log-mel, by TensorFlow ops only."
+    "A 16-bit mono wav file -> samples and log-mel, with TensorFlow ops only."
     def __init__(self,
         audio: AudioConfig = AudioConfig(),
-        n_fft: int | None = None,   # default: that of the codes
+        n_fft: int | None = None,   # default: as for the codes
     ):
         self.audio, self.n_fft = audio, n_fft or audio.dvae_n_fft
 
@@ -183,7 +183,7 @@ class TFNativeDataLoader:
         audio_path,                       # of a wav file at the model's rate, a string or a tensor
         max_length: int | None = None,    # samples to keep
     ):   # (N,) float32 in [-1, 1], (F, C) float32
-        "The samples and the log-mel of a recording, without padding; errors as in `decode_wav`."
+        "Samples and log-mel of a recording, without padding; errors as in `decode_wav`."
         import tensorflow as tf
         from xtts_nb.data.native import decode_wav
         wav = tf.cast(decode_wav(audio_path, self.audio.sample_rate)[:max_length], tf.float32) / 32768
@@ -202,7 +202,7 @@ def get_optimized_dataset_options(
     "Options of `tf.data`: deterministic order, fused and parallel stages."
     import tensorflow as tf
     options = tf.data.Options()
-    options.deterministic = True   # costs nothing if all batches take equally long
+    options.deterministic = True   # free if all batches take equally long
     options.experimental_optimization.map_and_batch_fusion = True
     options.experimental_optimization.map_parallelization = True
     options.experimental_optimization.parallel_batch = True
@@ -229,8 +229,8 @@ def apply_aggressive_prefetching(
     return dataset.apply(tf.data.experimental.prefetch_to_device(prefetch_to_device, 2))
 
 def optimize_dataset_pipeline(
-    dataset,                                  # arguments of `load`
-    load: Callable,                           # in graph
+    dataset,                                  # of arguments for `load`
+    load: Callable,                           # runs in the graph
     batch_size: int,
     num_workers: int = 2,
     buffer_size: int = 4,
@@ -250,7 +250,7 @@ def create_parallel_interleave_dataset(
     read: Callable,           # path -> dataset of the elements of a file
     num_workers: int = 2,     # files open at a time
 ):
-    "The elements of many files, several read in parallel, in a fixed order."
+    "Read several files in parallel; the order of elements is fixed."
     import tensorflow as tf
     paths = tf.data.Dataset.from_tensor_slices(list(map(str, files)))
     return paths.interleave(read, cycle_length=num_workers, num_parallel_calls=num_workers,
@@ -258,7 +258,7 @@ def create_parallel_interleave_dataset(
 
 # %% ../../nbs/guides/from_myxtts.ipynb #01461111
 def _stages(dataset) -> list[str]:
-    "The stages of a pipeline, starting at the source."
+    "The stages of a pipeline, from the source."
     facts = {'_buffer_size': 'buffer', '_num_parallel_calls': 'parallel', '_cycle_length': 'files',
              '_batch_size': 'rows'}
     known = {word: getattr(dataset, name, None) for name, word in facts.items()}
@@ -276,6 +276,6 @@ def print_optimization_summary(dataset) -> list[str]:
 
 # %% ../../nbs/guides/from_myxtts.ipynb #6d795804
 def ensure_gpu_placement(tensors):   # a tensor, or a list or dict of them
-    "The same on the first GPU; unchanged where there is none."
+    "Copy tensors to the first GPU; unchanged if there is none."
     from xtts_nb.devices import to_device
     return to_device(tensors)
