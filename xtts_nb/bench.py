@@ -28,9 +28,9 @@ import numpy as np
 from .config import UserError
 
 # %% ../nbs/base/bench.ipynb #01199cbf
-_QUIET = 0.25   # the largest spread of a row with little variance, as a share of the median
+_QUIET = 0.25   # largest spread of a low-variance row, relative to the median
 
-_COLUMNS = {   # (heading, format) of the values that rows hold
+_COLUMNS = {   # (heading, format) of row values
     'name': ('', '{}'), 'clips_per_s': ('clips/s', '{:,.1f}'), 'step_ms': ('ms per step', '{:,.1f}'),
     'ratio': ('speed', '{:,.1f} ×'), 'spread': ('spread', '± {:.0%}'), 'au': ('AU', '{:.0%}'),
     'mfu': ('MFU', '{:.0%}'), 'cv': ('variation', '{:.1%}'), 'padding': ('padding', '{:.1%}'),
@@ -46,8 +46,8 @@ def spread_text(spread: float) -> str:
     "A spread, marked if it is large: `± 3%`, `± 30%, noisy`."
     return _COLUMNS['spread'][1].format(spread) + (', noisy' if spread > _QUIET else '')
 
-def _rows_cells(rows: list[dict]) -> list[list[str]]:   # the headings, then a line for each row
-    "Rows of a comparison as texts with their units; a large spread is marked."
+def _rows_cells(rows: list[dict]) -> list[list[str]]:   # headings, then a line per row
+    "Rows of a comparison as texts with units; marks a large spread."
     column = lambda key: _COLUMNS.get(key, (key, '{}'))
     text = lambda key, v: ('–' if v is None else spread_text(v) if key == 'spread'
                            else column(key)[1].format(v))
@@ -61,7 +61,7 @@ def rows_markdown(rows: list[dict]) -> str:
 # %% ../nbs/base/bench.ipynb #58c2df4b
 @dataclass
 class _Arm:
-    "One function of a comparison, and the seconds per item of each round."
+    "A variant of a comparison, with seconds per item for each round."
     name: str
     times: list[float] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class _Arm:
 
     @property
     def spread(self) -> float:
-        "Interquartile range as a share of the median; 0 for one round."
+        "Interquartile range relative to the median; 0 for one round."
         if len(self.times) < 2: return 0.
         low, _, high = statistics.quantiles(self.times, n=4)
         return (high - low) / self.per_item
@@ -80,14 +80,12 @@ class _Arm:
 # %% ../nbs/base/bench.ipynb #6d7f35b6
 @dataclass
 class Comparison:
-    "Arms of one comparison; `unit` is `clips_per_s` (a rate), `step_ms` or `start_s` (times)."
+    "Variants of a comparison; `unit`: `clips_per_s` (a rate), `step_ms` or `start_s` (times)."
     arms: list[_Arm]
     unit: str
 
     def rows(self) -> list[dict]:
-        """`{name, <unit>, ratio, spread, rounds}`: ratios of medians, and their spread over the rounds.
-
-        The spread of the first row is that of its times; one round has none."""
+        "`{name, <unit>, ratio, spread, rounds}`; spread: of ratios (first row: times), or None."
         value = {'clips_per_s': lambda s: 1 / s, 'step_ms': lambda s: s * 1e3, 'start_s': float}[self.unit]
         first = self.arms[0]
         rows = []
@@ -102,34 +100,34 @@ class Comparison:
     def _repr_markdown_(self) -> str: return rows_markdown(self.rows())
 
 # %% ../nbs/base/bench.ipynb #01199cc0
-_deadline = ContextVar('deadline', default=None)   # of the measurements under way, by the performance counter
+_deadline = ContextVar('deadline', default=None)   # of running measurements, `time.perf_counter`
 _LEAST_ROUNDS = 3
 
 @contextmanager
 def _time_budget(
     seconds: float,
 ):
-    "In this block `compare` ends before the time is over, but not before three rounds."
+    "Context manager: `compare` ends within this time, but runs at least three rounds."
     token = _deadline.set(time.perf_counter() + seconds)
     try: yield
     finally: _deadline.reset(token)
 
 def _time_is_up(rounds: int, seconds: float) -> bool:
-    "Whether another round of `seconds` would end too late."
+    "Whether another round of `seconds` would exceed the deadline."
     until = _deadline.get()
     return until is not None and rounds >= _LEAST_ROUNDS and time.perf_counter() + seconds > until
 
 # %% ../nbs/base/bench.ipynb #036ba267
 def compare(
     arms: dict[str, Callable],             # name -> function that works, waits, returns a number of items,
-                                           # or that number and the seconds that count, of its own clock
+                                           # or that number and the seconds measured by itself
     unit: str,                             # `clips_per_s`, `step_ms` or `start_s`
-    rounds: int = 5,                       # fewer where `_time_budget` ends
+    rounds: int = 5,                       # fewer if `_time_budget` ends
     warmup: int = 1,
-    before=None,                           # called with an arm's name before its clock starts
+    before=None,                           # called with a variant's name before timing
     progress=None,                         # called with (done, total)
 ) -> Comparison:
-    "Time all arms in turn, `rounds` times, after `warmup` rounds that are not counted."
+    "Time all variants alternately for `rounds` rounds, after `warmup` uncounted ones."
     result, total = {name: _Arm(name) for name in arms}, (rounds + warmup) * len(arms)
     for turn in range(rounds + warmup):
         begun = time.perf_counter()
@@ -145,23 +143,23 @@ def compare(
 
 # %% ../nbs/base/bench.ipynb #c1c0ffee
 def trace_count(step) -> int:
-    "How often TensorFlow has traced `step`; 0 for a plain function."
+    "Number of traces of `step`; 0 for a plain function."
     return getattr(getattr(step, 'graph', step), 'experimental_get_tracing_count', lambda: 0)()
 
 def wait_for(results):
-    "Wait until the device has computed `results`; if they hold no tensor, until no GPU has work left."
+    "Wait until the device has computed `results`, or without tensors until all GPUs are idle."
     import tensorflow as tf
     tensors = [x for x in tf.nest.flatten(results, expand_composites=True)
                if hasattr(x, 'numpy') and getattr(x, 'dtype', None) not in (tf.resource, tf.variant)]
     for gpu in () if tensors else tf.config.list_logical_devices('GPU'):
-        with tf.device(gpu.name): (tf.zeros([]) + 1).numpy()   # runs after all that was queued before
+        with tf.device(gpu.name): (tf.zeros([]) + 1).numpy()   # runs after all queued work
     for x in [x for x in tensors if not len(x.shape)] or tensors[:1]:
         (tf.reshape(x, [-1])[:1] if len(x.shape) else x).numpy()
 
 # %% ../nbs/base/bench.ipynb #941be55f
 @contextmanager
 def host_syncs():
-    "Yields a list with an entry for each read of a tensor by `float`, `int`, `bool`, `format` or `.numpy()`."
+    "Yields a list of host syncs: tensors read by `float`, `int`, `bool`, `format` or `.numpy()`."
     import tensorflow as tf
     kind, reads = type(tf.constant(0)), []
     owner = next(c for c in kind.__mro__ if '_numpy' in vars(c))
@@ -172,7 +170,7 @@ def host_syncs():
 
 # %% ../nbs/base/bench.ipynb #1d4ca645
 def _copy(batch):
-    "Copy every array of a batch once, except arrays that are on a GPU already."
+    "Copy every array of a batch once, except those already on a GPU."
     if isinstance(batch, dict): batch = list(batch.values())
     if isinstance(batch, (list, tuple)): return [_copy(part) for part in batch]
     return batch if 'GPU' in str(getattr(batch, 'device', '')) else np.array(batch)
@@ -180,22 +178,22 @@ def _copy(batch):
 def _emulated_steps(
     batches: Iterable,       # of the pipeline
     step_seconds: float,     # of the emulated accelerator
-) -> Iterator[tuple[float, float]]:   # (begin, end) of each step, as `time.perf_counter`
-    "The steps of an accelerator that computes one batch while the host fetches and copies the next."
+) -> Iterator[tuple[float, float]]:   # (begin, end) per step, `time.perf_counter`
+    "Steps of an accelerator that computes a batch while the host fetches and copies the next."
     free = float('-inf')
     for batch in batches:
         _copy(batch)
         begin = max(time.perf_counter(), free)
         before, free = free, begin + step_seconds
         yield begin, free
-        time.sleep(max(0., before - time.perf_counter()))   # one batch waits while another is computed
+        time.sleep(max(0., before - time.perf_counter()))   # one batch is queued during a step
 
 def accelerator_utilisation(
     batches: Iterable,      # of the pipeline
     step_seconds: float,    # of the emulated accelerator
     steps: int = 50,
 ) -> dict:                  # au, cv, steps
-    "AU and variation of a pipeline that feeds an emulated accelerator, over at most `steps` steps."
+    "AU and variation of a pipeline on an emulated accelerator, over at most `steps` steps."
     ends = [end for _, end in itertools.islice(_emulated_steps(batches, step_seconds), steps + 1)]
     times = [b - a for a, b in itertools.pairwise(ends)]
     mean = statistics.mean(times)
@@ -203,13 +201,13 @@ def accelerator_utilisation(
 
 # %% ../nbs/base/bench.ipynb #90b7f2ad
 def fed_steps(
-    pipeline: Callable[[], Iterable],   # starts its batches again
+    pipeline: Callable[[], Iterable],   # returns a new iterator
     most: float,                        # steps/s, an upper bound
     target: float = 0.99,               # AU
-    seconds: float = 1.0,               # of a trial, approximately; at least 20 steps
+    seconds: float = 1.0,               # per trial, approximately; at least 20 steps
     measure=accelerator_utilisation,
-) -> float | None:                      # steps/s; None if below a thirtieth of `most`
-    "The step rate of an emulated accelerator that a pipeline keeps busy."
+) -> float | None:                      # steps/s; None if below `most` / 30
+    "The highest step rate of an emulated accelerator that a pipeline keeps busy."
     def sustained(rate):
         steps = max(20, round(seconds * rate))
         return all(measure(pipeline(), 1 / rate, steps)['au'] >= target for _ in range(2))
@@ -226,29 +224,29 @@ def fed_steps(
 
 # %% ../nbs/base/bench.ipynb #99a689bc
 def _serve(main):
-    "Runs in the other Python: reads a line of settings, then answers each line that comes."
+    "Runs in the other Python: reads a line of settings, then answers each further line."
     import json, logging, os, sys
     answers, sys.stdout = sys.stdout, sys.stderr
     lines, sys.stdin = sys.stdin, open(os.devnull)   # a prompt of the library must not read these lines
     logging.disable(logging.CRITICAL)
     results = main(**json.loads(lines.readline()))
     for _ in lines: print(json.dumps(next(results)), file=answers, flush=True)
-    os._exit(0)   # does not wait for threads of the library
+    os._exit(0)   # does not wait for the library's threads
 
 def _check_python(python: str | Path, needs: str):
-    "Raise `UserError` unless `python` is a program; `needs` says what it must have."
+    "Raise `UserError` unless `python` is a program; `needs`: its required packages."
     if not shutil.which(python): raise UserError(f'{python}: cannot be run; give the Python of {needs}.')
 
 # %% ../nbs/base/bench.ipynb #cf4802f9
 class Peer(AbstractContextManager):
-    "A generator of ours in another Python: an answer per call, or `UserError` with its last error."
+    "A generator run in another Python: an answer per call, or `UserError` with its last error."
     def __init__(
         self,
-        python: str | Path,          # of an environment with what `main` imports
-        main: Callable,              # generator function; uses nothing from outside but `helpers`
-        *helpers: Callable,          # functions that it calls
-        needs: str,                  # what that Python has, for errors
-        **settings,                  # of `main`, as JSON
+        python: str | Path,          # of an environment with `main`'s imports
+        main: Callable,              # self-contained generator function, except for `helpers`
+        *helpers: Callable,          # functions called by it
+        needs: str,                  # required packages, for errors
+        **settings,                  # for `main`, as JSON
     ):
         _check_python(python, needs)
         self.python, self.needs, self.errors = python, needs, tempfile.TemporaryFile('w+')
@@ -270,7 +268,7 @@ class Peer(AbstractContextManager):
         raise self.failed(self.errors.read().strip())
 
     def failed(self, stderr: str) -> UserError:
-        "The error of a process that ended: its last one, or the last line that it wrote."
+        "The error of a process that ended: its exception, or its last line of output."
         lines = stderr.splitlines() or ['no reason given']
         error = next((line for line in reversed(lines) if re.match(r'[\w.]*(Error|Exception)\b', line)),
                      lines[-1])
@@ -279,7 +277,7 @@ class Peer(AbstractContextManager):
     def __exit__(self, *error): self.close()
 
     def close(self):
-        "End the process, and what it started."
+        "End the process and its children."
         with suppress(BrokenPipeError): self.process.stdin.close()
         try: self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -289,7 +287,7 @@ class Peer(AbstractContextManager):
         self.errors.close()
 
 # %% ../nbs/base/bench.ipynb #b2c0ffee
-# distinguishable with colour blindness
+# safe for colour blindness
 COLOURS = '#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#8C564B', '#882255'
 
 PHASES = 'wait', 'copy', 'step', 'callbacks'   # of a training iteration

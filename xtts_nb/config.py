@@ -28,7 +28,7 @@ from pydantic import Field
 
 # %% ../nbs/00_config.ipynb #1cd02130
 class UserError(ValueError):
-    "A mistake that the user can correct; the message names it, its place and the fix."
+    "A mistake that the user can correct; the message names it, its location and the fix."
 
 class Section(pydantic.BaseModel):
     "A frozen group of settings; an unknown key is an error."
@@ -40,23 +40,23 @@ Positive = Annotated[int, Field(gt=0)]
 
 # %% ../nbs/00_config.ipynb #3a43b2cb
 class Workspace(Section):
-    "Absolute paths of data, caches and runs, and the `scale` of the pages."
+    "Absolute paths of data, caches and runs, and the `scale` of notebooks."
     root: Path = Path('.')       # folder of `settings.ini`
     data: Path = Path('data')
     cache: Path = Path('cache')
     runs: Path = Path('runs')
-    xla_cache: Path | None = None   # folder of compiled XLA kernels, reused at the next start; none: not kept
+    xla_cache: Path | None = None   # cache folder for compiled XLA kernels; None: no cache
     scale: Literal['tiny', 'full'] = 'tiny'
 
 def workspace(
-    start: str | Path | None = None,  # folder where the search begins; default: the working directory
+    start: str | Path | None = None,  # where to start the search; default: the working directory
 ) -> Workspace:
     "The nearest `settings.ini` from `start` upwards; under test the scale is always tiny."
     start = Path(start or Path.cwd()).resolve()
     found = next((f for d in (start, *start.parents) if (f := d / 'settings.ini').is_file()), None)
     values, root = {}, start
     if found:
-        parser = configparser.ConfigParser(interpolation=None)   # a path may hold a %
+        parser = configparser.ConfigParser(interpolation=None)   # paths may contain %
         try: parser.read(found, encoding='utf-8-sig')
         except (configparser.Error, UnicodeDecodeError) as e:
             raise UserError(f'{found}: {str(e).splitlines()[0]}; fix that line.') from None
@@ -70,13 +70,13 @@ def workspace(
     return settings.model_copy(update={k: root / getattr(settings, k) for k in paths})
 
 def sizes(tiny, full, test=None):
-    "`tiny` or `full`, as the workspace's scale says; under test `test`, or `tiny` without one."
+    "`tiny` or `full`, by the workspace's scale; under test `test`, or `tiny` by default."
     if os.environ.get('IN_TEST') and test is not None: return test
     return full if workspace().scale == 'full' else tiny
 
 # %% ../nbs/00_config.ipynb #5f7bd488
 def _machine() -> str:
-    "A name for what compiled code depends on: instructions of the CPU, kind of the GPUs, TensorFlow."
+    "A name for what compiled code depends on: CPU instruction set, GPU type, TensorFlow version."
     facts = {platform.machine()}
     for path in (Path('/proc/cpuinfo'), *Path('/proc/driver/nvidia/gpus').glob('*/information')):
         try: lines = path.read_text(encoding='utf-8', errors='replace').splitlines()
@@ -89,7 +89,7 @@ def _machine() -> str:
 _CACHE_FLAG = '--tf_xla_persistent_cache_directory'
 
 def _keep_compiled(folder: Path | None):
-    "Add the folder of XLA's persistent cache to `TF_XLA_FLAGS`, unless the flag is set already."
+    "Add XLA's persistent cache folder to `TF_XLA_FLAGS`, unless already set."
     flags = os.environ.get('TF_XLA_FLAGS', '')
     if folder and _CACHE_FLAG not in flags:
         place = str(folder / _machine())
@@ -99,7 +99,7 @@ def _keep_compiled(folder: Path | None):
 
 @contextmanager
 def _without_start_messages():
-    "Discard what C++ writes to stderr while TensorFlow loads and looks for devices."
+    "Context manager: discards C++ output on stderr while TensorFlow loads and finds devices."
     if 'tensorflow' in sys.modules or os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '0':
         yield
         return
@@ -118,11 +118,11 @@ def _control_groups(
     kind: str,   # cpu, cpuacct or memory
     root: Path = Path('/sys/fs/cgroup'), own: Path = Path('/proc/self/cgroup'),
 ) -> list[Path]:
-    "The folders of this process's control group and of those around it; a container sees its own as root."
+    "Folders of this process's cgroup and its parents; a container sees its own as the root."
     found = dict.fromkeys([root, root / kind])
     for line in own.read_text(encoding='utf-8').splitlines() if own.is_file() else ():
         _, kinds, path = line.split(':', 2)
-        top = root / kind if kinds else root   # the second version lists no kinds
+        top = root / kind if kinds else root   # version 2 has no kinds
         if not kinds or kind in kinds.split(','):
             group = top / path.strip('/')
             found |= dict.fromkeys(g for g in (group, *group.parents) if g.is_relative_to(top))
@@ -135,21 +135,21 @@ def _quota_of(group: Path) -> float:
         if quota.isdecimal(): return int(quota) / int(period)   # not max, not -1
     return math.inf
 
-def _cpu_quota() -> tuple[float, Path]:   # the folder of the control group that sets it
-    "The number of cores whose time this process may use, as a container may; infinite without a limit."
+def _cpu_quota() -> tuple[float, Path]:   # and the cgroup folder that sets it
+    "The CPU quota of this process in cores, as set for containers; infinite without a limit."
     return min(((_quota_of(group), group) for group in _control_groups('cpu')), key=lambda pair: pair[0])
 
 def _usable_cores() -> float:
-    "The cores that this process may use; not a whole number where a quota divides their time."
+    "Number of cores available to this process; fractional under a quota."
     seen = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     return min(seen, _cpu_quota()[0])
 
 def cores() -> int:
-    "The cores that this process may use, at least one."
+    "Number of cores available to this process, at least one."
     return max(1, math.ceil(_usable_cores()))
 
 def _environment_number(variable: str) -> int | None:
-    "The positive number in an environment variable, or None; raises `UserError` for any other value."
+    "The positive integer in an environment variable, or None; raises `UserError` for other values."
     value = os.environ.get(variable)
     if not value: return None
     if not (value.isdecimal() and int(value)):
@@ -158,7 +158,7 @@ def _environment_number(variable: str) -> int | None:
 
 # %% ../nbs/00_config.ipynb #e7ed12f1
 def _driver_cards() -> int:
-    "How many cards the NVIDIA driver has for this process; 0 without a driver."
+    "Number of GPUs that the NVIDIA driver offers this process; 0 without a driver."
     if os.environ.get('CUDA_VISIBLE_DEVICES', '0').strip() in ('', '-1'): return 0
     import pynvml
     try:
@@ -167,9 +167,9 @@ def _driver_cards() -> int:
     except pynvml.NVMLError: return 0
 
 def _gpu_troubles(
-    gpus: list,   # the physical devices that TensorFlow lists
+    gpus: list,   # TensorFlow's physical devices
 ) -> list[str]:
-    "Why TensorFlow cannot use a GPU or would fail on it, one sentence each; TensorFlow itself says neither."
+    "Reasons why TensorFlow cannot use a GPU or would fail on it, a sentence each."
     import tensorflow as tf
     if not gpus and (cards := _driver_cards()):
         return [f'The NVIDIA driver has {cards} GPU{"s" * (cards > 1)}, but TensorFlow opens none and '
@@ -184,17 +184,17 @@ def _gpu_troubles(
             for each in details for major, minor in [each.get('compute_capability') or (0, 0)]
             if major > newest]
 
-_reported = set()   # troubles that were printed
+_reported = set()   # printed problems
 
 # %% ../nbs/00_config.ipynb #258334f5
 def setup_tf(
-    threads: int | None = None,       # within an op and between ops; default: environment, else one per core
-    memory_growth: bool = True,       # take GPU memory as needed instead of all of it
-    memory_limit: int | None = None,  # MiB of each GPU, reserved at once; default: environment, else none
-    tf32: bool | None = None,         # float32 products of a GPU in TF32; default: as TensorFlow has it
+    threads: int | None = None,       # intra-op and inter-op; default: environment, else one per core
+    memory_growth: bool = True,       # allocate GPU memory as needed
+    memory_limit: int | None = None,  # MiB per GPU, reserved at once; default: environment, else none
+    tf32: bool | None = None,         # TF32 for float32 products; default: TensorFlow's setting
 ) -> dict:
-    "Prepare TensorFlow; returns `{setting: (requested, got)}`, read back from TensorFlow."
-    # CUDA puts the fastest card first; NVML, which reads their memory, counts by slot
+    "Configure TensorFlow; returns `{setting: (requested, got)}`, read back from TensorFlow."
+    # CUDA orders GPUs by speed, NVML, which reads their memory, by slot
     os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
     _keep_compiled(workspace().xla_cache)
     with _without_start_messages():
@@ -208,11 +208,11 @@ def setup_tf(
     limit = memory_limit or _environment_number('XTTS_NB_MEMORY_LIMIT')
     switch = tf.config.experimental
     if tf32 is not None: switch.enable_tensor_float_32_execution(tf32)
-    with suppress(RuntimeError):   # TensorFlow has started: the table shows what it kept
+    with suppress(RuntimeError):   # TensorFlow has started: the table shows its settings
         tf.config.threading.set_intra_op_parallelism_threads(within)
         tf.config.threading.set_inter_op_parallelism_threads(between)
     parts = [tf.config.LogicalDeviceConfiguration(memory_limit=limit)]
-    for gpu in gpus:   # a card grows, or it has limits: TensorFlow refuses the other (`ValueError`)
+    for gpu in gpus:   # TensorFlow rejects memory growth together with a limit (`ValueError`)
         with suppress(RuntimeError, ValueError):
             if limit: tf.config.set_logical_device_configuration(gpu, parts)
             else: switch.set_memory_growth(gpu, memory_growth)
@@ -460,7 +460,7 @@ def _key_named(name: str) -> str | None:
     return keys[0] if len(keys) == 1 else None
 
 def _nearest(key: str, section: type) -> str:
-    "A hint: the closest key, or all keys."
+    "A hint with the closest key, or all keys."
     if there := _key_named(key): return f'did you mean "{there}"?'
     names = list(section.model_fields)
     close = difflib.get_close_matches(key, names, n=1)
@@ -469,7 +469,7 @@ def _nearest(key: str, section: type) -> str:
 _BOUNDS = {'gt': 'above', 'ge': 'of at least', 'lt': 'below', 'le': 'at most'}
 
 def _allowed(field: pydantic.fields.FieldInfo) -> str:
-    "The values of a key in words: one of its choices, a number within its bounds, and so on."
+    "The allowed values of a key in words, such as its choices or bounds."
     kind = field.annotation
     if get_origin(kind) is Literal: return f'one of {", ".join(get_args(kind))}'
     if get_origin(kind) is tuple: return 'a list of whole numbers above 0'
@@ -479,7 +479,7 @@ def _allowed(field: pydantic.fields.FieldInfo) -> str:
     return f'{"a whole number" if kind is int else "a number"} {bounds}'
 
 def _explain(error: pydantic.ValidationError, where: str, section: type[Section]) -> str:
-    "The first validation error of a section as one sentence with a fix."
+    "A section's first validation error as a sentence with a fix."
     e = error.errors()[0]
     key = '.'.join(map(str, e['loc'])) or 'the settings'
     if e['type'] == 'value_error': return f'{where}: {key}: {e["ctx"]["error"]}.'
@@ -529,7 +529,7 @@ class XTTSConfig(Section):
 
     @classmethod
     def load(cls, path: str | Path) -> 'XTTSConfig':
-        "Settings from a YAML file; keys left out keep their defaults."
+        "Settings from a YAML file; missing keys keep their defaults."
         return cls.from_dict(read_settings(path), str(path))
 
     def to_yaml(self) -> str: return yaml.safe_dump(self.model_dump(), sort_keys=False)
@@ -546,7 +546,7 @@ class XTTSConfig(Section):
         return '\n'.join(['| section | settings |', '|---|---|', *rows])
 
 def _merge(base: dict, changes: dict) -> dict:
-    "`base` with `changes` laid over it, section by section."
+    "`base` overridden by `changes`, section by section."
     out = dict(base)
     for k, v in changes.items():
         out[k] = _merge(out[k], v) if isinstance(v, dict) and isinstance(out.get(k), dict) else v
@@ -555,7 +555,7 @@ def _merge(base: dict, changes: dict) -> dict:
 # %% ../nbs/00_config.ipynb #b1c0a002
 @patch(cls_method=True)
 def xtts_v2(cls: XTTSConfig) -> 'XTTSConfig':
-    "A model of the size of the released one, and how it is trained from nothing."
+    "The size of the released model, with settings to train it from scratch."
     return cls(training=TrainingConfig(
         gpt=GPTTraining(learning_rate=1e-4, warmup_steps=1000, schedule='cosine')))
 
@@ -563,7 +563,7 @@ def xtts_v2(cls: XTTSConfig) -> 'XTTSConfig':
 def tiny(cls: XTTSConfig,
     width: int = 192,  # D; a multiple of 64
 ) -> 'XTTSConfig':
-    "The same model, small enough to learn a few hundred clips on two cores in minutes."
+    "A small model that learns a few hundred clips on two cores in minutes."
     return cls(
         model=ModelConfig(
             dvae=DVAEConfig(hidden=96, codebook_dim=64, codes=256, resnet_blocks=1),

@@ -20,8 +20,8 @@ from .sampler import _CPU_CARDS, _cpu_card_count, visible_cards
 # %% ../nbs/base/devices.ipynb #951b7615
 @dataclass(frozen=True)
 class DevicePlan:
-    "The visible cards, and the logical devices that make batches and that train."
-    limits: dict[int, tuple[int, ...]]   # card -> MiB of each logical device on it; (): no limit
+    "The visible GPUs, and the logical devices for batches and for training."
+    limits: dict[int, tuple[int, ...]]   # GPU -> MiB per logical device on it; (): no limit
     data: str                            # such as GPU:0; CPU:0 with logical CPU devices
     model: str
 
@@ -34,21 +34,21 @@ class DevicePlan:
 
     @property
     def model_part(self) -> tuple[int, int]:
-        "The card that trains, and which logical device of it."
+        "The training GPU, and the index of its logical device."
         parts = [(card, part) for card in sorted(self.limits) for part in range(len(self.limits[card]) or 1)]
         return parts[int(self.model.rpartition(':')[2])] if parts else (0, 0)
 
 # %% ../nbs/base/devices.ipynb #10d87e13
 def plan_devices(
-    cards: list[int | None],                 # MiB of each GPU, None if unknown
+    cards: list[int | None],                 # MiB per GPU, None: unknown
     data_gpu: int | None = None,             # makes batches
     model_gpu: int | None = None,            # trains
     enable_memory_isolation: bool = False,   # limit the memory of both
     data_gpu_memory: int | None = None,      # MiB; a limit implies isolation
     model_gpu_memory: int | None = None,     # MiB
-    kind: str = 'GPU',                       # or CPU, of TensorFlow's devices
+    kind: str = 'GPU',                       # or CPU
 ) -> DevicePlan:
-    "The devices of data and model; raises `UserError` if these cards do not allow it."
+    "Plan the devices for data and model; raises `UserError` if impossible on these GPUs."
     isolate = enable_memory_isolation or (data_gpu_memory, model_gpu_memory) != (None, None)
     if data_gpu is not None and data_gpu == model_gpu:
         raise UserError(f'`data_gpu` and `model_gpu` are both {data_gpu}; '
@@ -66,7 +66,7 @@ def plan_devices(
     return DevicePlan(limits, *(f'{kind}:{sorted(limits).index(card)}' for card in (data, model)))
 
 def _plan_cpu(isolate: bool, *ids: int | None) -> DevicePlan:
-    "Both halves on the CPU."
+    "Both devices on the CPU."
     if any(i is not None for i in ids):
         raise UserError('`data_gpu` and `model_gpu`: TensorFlow sees no GPU here; '
                         'leave both out to train on the CPU.')
@@ -76,7 +76,7 @@ def _plan_cpu(isolate: bool, *ids: int | None) -> DevicePlan:
     return DevicePlan({}, 'CPU:0', 'CPU:0')
 
 def _choose(count: int, data: int | None, model: int | None, isolate: bool) -> tuple[int, int]:
-    "The cards for data and model."
+    "The GPUs for data and model."
     for name, i in (('data_gpu', data), ('model_gpu', model)):
         if i is not None and not 0 <= i < count:
             raise UserError(f'`{name}` {i}: there is no such GPU, TensorFlow sees {count}; choose 0 to '
@@ -91,7 +91,7 @@ def _choose(count: int, data: int | None, model: int | None, isolate: bool) -> t
 
 # %% ../nbs/base/devices.ipynb #0d786348
 def _limit(cards: list, half: str, card: int, requested: int | None, share: float) -> int:
-    "MiB for one half."
+    "Memory limit in MiB for data or model."
     if requested is not None and requested < 1:
         raise UserError(f'`{half}_gpu_memory` {requested}: give at least 1 MiB.')
     if requested is None and cards[card] is None:
@@ -100,7 +100,7 @@ def _limit(cards: list, half: str, card: int, requested: int | None, share: floa
     return int(cards[card] * share) if requested is None else requested
 
 def _check_room(cards: list, limits: dict):
-    "Raise `UserError` if the limits exceed the memory of a card."
+    "Raise `UserError` if the limits exceed a GPU's memory."
     for card, parts in limits.items():
         if cards[card] is not None and sum(parts) > cards[card]:
             raise UserError(f'GPU {card}: {" + ".join(map(str, parts))} MiB are more than the {cards[card]} '
@@ -108,7 +108,7 @@ def _check_room(cards: list, limits: dict):
 
 # %% ../nbs/base/devices.ipynb #caaa4dc0
 def card_memory() -> list[int | None]:   # MiB
-    "The memory of each card of this process, None if unknown; logical CPU devices share host memory."
+    "Memory of each GPU of this process, None if unknown; logical CPU devices share host memory."
     seen, n = len(tf.config.list_physical_devices('GPU')), _cpu_card_count()
     if n and seen:
         raise UserError(f'{_CPU_CARDS}: {seen} GPUs are visible; hide them with CUDA_VISIBLE_DEVICES=-1.')
@@ -119,14 +119,14 @@ def card_memory() -> list[int | None]:   # MiB
     return (totals + [None] * seen)[:seen]
 
 def _tf_started() -> bool:
-    "Whether TensorFlow has started; then its devices, threads and memory cannot be changed."
+    "Whether TensorFlow has started, which fixes its devices, threads and memory."
     from tensorflow.python.eager import context
     return context.context()._initialized
 
 def _wanted(plan: DevicePlan) -> tuple[list, dict]:
-    "The visible GPUs, and the logical devices of physical ones."
+    "The visible GPUs, and logical devices per physical one."
     gpus, logical = tf.config.list_physical_devices('GPU'), tf.config.LogicalDeviceConfiguration
-    if plan.model.startswith('CPU'):   # takes no limits
+    if plan.model.startswith('CPU'):   # no limits
         count = sum(len(parts) or 1 for parts in plan.limits.values())
         return [], {tf.config.list_physical_devices('CPU')[0]: [logical()] * count} if count else {}
     limits = {i: parts for i, parts in plan.limits.items() if parts}
@@ -134,7 +134,7 @@ def _wanted(plan: DevicePlan) -> tuple[list, dict]:
     return [gpus[i] for i in sorted(plan.limits)], limited
 
 def _apply_plan(plan: DevicePlan):
-    "Set up TensorFlow's devices as `plan` says; raises `UserError` if TensorFlow runs with others."
+    "Apply `plan` to TensorFlow; raises `UserError` if it already runs with other devices."
     seen, divided = _wanted(plan)
     now = tf.config.get_logical_device_configuration
     same = all(now(device) == parts for device, parts in divided.items())
@@ -146,7 +146,7 @@ def _apply_plan(plan: DevicePlan):
 
 # %% ../nbs/base/devices.ipynb #0b05b20a
 def _check_plan(plan: DevicePlan) -> dict[str, tuple]:   # {setting: (requested, got)}
-    "Start TensorFlow and read its devices back; raises `UserError` if they differ from `plan`."
+    "Start TensorFlow and read back its devices; raises `UserError` if they differ from `plan`."
     try: names = [f'{d.device_type}:{d.name.rpartition(":")[2]}' for d in tf.config.list_logical_devices()]
     except (RuntimeError, ValueError, tf.errors.OpError) as e:
         raise UserError(f'The devices cannot be set up ({str(e).splitlines()[0]}); '
@@ -161,16 +161,16 @@ def _check_plan(plan: DevicePlan) -> dict[str, tuple]:   # {setting: (requested,
 
 # %% ../nbs/base/devices.ipynb #bf63abb3
 def in_cluster() -> bool:
-    "Whether this process is a worker: of `TF_CONFIG`, or of a job step of Slurm with several tasks."
+    "Whether this process is a worker, by `TF_CONFIG` or a Slurm job step with several tasks."
     return bool(os.environ.get('TF_CONFIG')) or (_environment_number('SLURM_STEP_NUM_TASKS') or 1) > 1
 
 def setup_devices(
-    two: bool = False,   # two devices, also without options
-    every: bool = False, # all cards, for a strategy of `tf.distribute`; always so in a cluster
-    say: Callable = print,   # receives a line where logical CPU devices stand in for GPUs
-    **options,           # of `plan_devices`
+    two: bool = False,   # two devices, even without options
+    every: bool = False, # all GPUs, for `tf.distribute`; always so in a cluster
+    say: Callable = print,   # receives a line if logical CPU devices replace GPUs
+    **options,           # for `plan_devices`
 ) -> DevicePlan:
-    "Decide on the devices of this process and set TensorFlow up for them, before it computes anything."
+    "Choose this process's devices and configure TensorFlow, before it computes anything."
     cards, kind = card_memory(), 'GPU'
     if stand_ins := _cpu_card_count():
         kind = 'CPU'
@@ -187,7 +187,7 @@ def setup_devices(
     return plan
 
 def _plan_two(cards: list, kind: str, options: dict) -> DevicePlan:
-    "Two devices: as the options say, else two cards, else one in two parts, else two logical CPU devices."
+    "Two devices: by options, else two GPUs, one GPU split in two, or two logical CPU devices."
     if not cards and not options: return plan_devices([None, None], 0, 1, kind='CPU')
     if len(cards) == 1: options = options | {'enable_memory_isolation': True}
     if len(cards) > 1 and not options.keys() & {'data_gpu', 'model_gpu'}:
@@ -196,7 +196,7 @@ def _plan_two(cards: list, kind: str, options: dict) -> DevicePlan:
 
 @contextmanager
 def _products_in_tf32(on: bool):
-    "Inside, a GPU multiplies float32 in TF32 if `on`: in what is computed, and in what XLA compiles."
+    "Context manager: TF32 for float32 products on a GPU if `on`, in eager ops and XLA programs."
     switch = tf.config.experimental
     before = switch.tensor_float_32_execution_enabled()
     switch.enable_tensor_float_32_execution(on)
@@ -204,25 +204,25 @@ def _products_in_tf32(on: bool):
     finally: switch.enable_tensor_float_32_execution(before)
 
 def card_names() -> list[str]:
-    "TensorFlow's devices on the cards of this process, such as GPU:0; none on the CPU."
+    "TensorFlow's names of this process's GPUs, such as GPU:0; empty on a CPU."
     kind = 'CPU' if _cpu_card_count() else 'GPU'
     return [f'{kind}:{i}' for i in range(len(tf.config.list_logical_devices(kind)))]
 
 def _hide_cards():
-    "Hide all cards from this process and its children; call it before TensorFlow computes anything."
+    "Hide all GPUs from this process and its children; call it before TensorFlow computes anything."
     os.environ |= {'CUDA_VISIBLE_DEVICES': '-1', _CPU_CARDS: ''}
     _apply_plan(DevicePlan({}, 'CPU:0', 'CPU:0'))
 
 # %% ../nbs/base/devices.ipynb #d7a0c003
 def to_device(batch, device: str | None = None):
-    "`batch`, of any structure, on `device`, by default on the first GPU; unchanged if there is none."
+    "Copy a nested `batch` to `device` (default: the first GPU); unchanged if there is none."
     if not (device or tf.config.list_logical_devices('GPU')): return batch
     with tf.device(device or 'GPU:0'):
         return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
 @contextmanager
 def put_back(variables: list):
-    "After the block, `variables`, of TensorFlow or Keras, have the values that they had before it."
+    "Context manager: restores the values of `variables` (TensorFlow or Keras) afterwards."
     now = [tf.identity(v) for v in variables]
     try: yield
     finally:

@@ -34,38 +34,38 @@ from .config import UserError
 
 # %% ../nbs/base/files.ipynb #f9f925a0
 def _real_place(path: str | Path) -> Path:
-    "The target of a symbolic link, which a rename would replace; a path that ends in .. gets a name."
+    "Resolve a symbolic link, which a rename would replace, and a path that ends in `..`."
     path = Path(path)
     return path.resolve() if os.path.islink(path) or path.name in ('', '..') else path
 
-PART = '.xtts-nb.part'   # the end of the names of all temporary files and folders of this library
+PART = '.xtts-nb.part'   # suffix of this library's temporary files and folders
 
 def _part_name(name: str) -> str:
-    "A temporary name that nobody uses, no longer than disks allow."
+    "An unused temporary name, within the length limit."
     end = f'.{secrets.token_hex(4)}{PART}'
     return os.fsencode(name)[:255 - len(end)].decode(errors='ignore') + end
 
 def without_part(name: str) -> str:
-    "The name of a file that was left half-written under a temporary name; any other name as it is."
+    "The final name of a temporary file; other names unchanged."
     return re.sub(rf'\.[0-9a-f]{{8}}{re.escape(PART)}$', '', name)
 
 def _with_ending(path: Path, ending: str) -> Path:
-    "A path with a suffix; the name becomes a fingerprint if the result is too long for the file system."
+    "A path with a suffix; too long names become fingerprints."
     name = f'{path.name}{ending}'
     if len(os.fsencode(name)) > 255: name = fingerprint(os.fsencode(path.name)) + ending
     return path.with_name(name)
 
 @contextmanager
 def atomic_file(
-    path: str | Path,       # of the file
-    durable: bool = True,   # whether it is on the disk at the end, so that a power cut takes nothing
+    path: str | Path,       # file path
+    durable: bool = True,   # sync to disk, to survive a power failure
 ):                          # yields the path to write to
     "Write a file atomically; raises `UserError` if the disk is full or the folder is not writable."
     path = _real_place(path)
     part = path.with_name(_part_name(path.name))
-    if os.path.exists(path) and not os.path.isfile(path):   # a rename would replace a device
+    if os.path.exists(path) and not os.path.isfile(path):   # do not replace a device
         raise UserError(f'{path}: is not a regular file and will not be replaced; choose another name.')
-    # `atomic_folder` waits for the disk once, for all files
+    # `atomic_folder` syncs all files at once
     durable = durable and not any(folder.name.endswith(PART) for folder in path.parents)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,19 +75,19 @@ def atomic_file(
         if durable: _sync(path.parent)
     except OSError as e: raise _unwritable(path, e) from e
     finally:
-        with suppress(OSError): part.unlink()   # never created, or not reachable
+        with suppress(OSError): part.unlink()   # missing or unreachable
 
 def _sync(path: Path):
-    "Wait until a file, or the names in a folder, are on the disk; a crash may else leave an empty file."
+    "Sync a file, or a folder's names, to disk; else a crash may leave an empty file."
     try: handle = os.open(path, os.O_RDONLY)
-    except (PermissionError, IsADirectoryError): return   # Windows opens no folder
+    except (PermissionError, IsADirectoryError): return   # Windows cannot open folders
     try: os.fsync(handle)
     except OSError as e:
-        if e.errno != errno.EINVAL: raise   # a file system that cannot
+        if e.errno != errno.EINVAL: raise   # not supported by the file system
     finally: os.close(handle)
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    "The reason why `path` could not be written, with the fix."
+    "Why `path` could not be written, with the fix."
     fix = {errno.ENOSPC: 'the disk is full; free some space',
               errno.EDQUOT: 'the quota is used up; free some space',
               errno.EACCES: 'the folder is not writable; choose another',
@@ -100,7 +100,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 # %% ../nbs/base/files.ipynb #f9f925a1
 def check_writable(path: str | Path):
-    "Raises `UserError` before long work whose file could not be written."
+    "Raise `UserError` if a file cannot be written; call it before long work."
     folder = _real_place(path).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,10 +110,10 @@ def check_writable(path: str | Path):
 # %% ../nbs/base/files.ipynb #743c25b9
 @contextmanager
 def atomic_folder(
-    path: str | Path,                  # of the folder
-    replace: bool | Callable = False,  # whether a folder there is replaced; or called with it, to refuse
+    path: str | Path,                  # folder path
+    replace: bool | Callable = False,  # whether to replace a folder there; or called with it, to reject
 ):                                     # yields the folder to fill
-    "Fill a folder atomically; raises `UserError` if something is there, before the work or by its end."
+    "Fill a folder atomically; raises `UserError` if `path` is taken, before or after the work."
     path = _real_place(path)
     try:
         _check_free(path, replace)
@@ -125,7 +125,7 @@ def atomic_folder(
     except OSError as e: raise _unwritable(path, e) from e
 
 def _check_free(path: str | Path, replace: bool | Callable = False):
-    "Raise `UserError` unless `atomic_folder` would take this place; what a killed writer left is undone."
+    "Raise `UserError` unless `atomic_folder` can write here; cleans up after a killed writer."
     path = _real_place(path)
     _sweep(path)
     if not os.path.lexists(path) or path.is_dir() and not any(_tree_names(path)): return
@@ -134,7 +134,7 @@ def _check_free(path: str | Path, replace: bool | Callable = False):
     if callable(replace): replace(path)
 
 def _sync_all(folder: Path):
-    "Wait until all of a folder is on the disk: many files by one call, where the system has it."
+    "Sync a whole folder to disk, by one call if the system has it."
     names = [*_tree_names(folder)]
     if sys.platform == 'linux' and len(names) > 32:
         handle, libc = os.open(folder, os.O_RDONLY), ctypes.CDLL(None, use_errno=True)
@@ -146,7 +146,7 @@ def _sync_all(folder: Path):
 
 # %% ../nbs/base/files.ipynb #743c25c1
 def _tree_names(folder: Path, before: str = '') -> Iterator[str]:
-    "All names in a folder and below, but for temporary folders of this library."
+    "All names in a folder tree, except this library's temporary folders."
     with os.scandir(folder) as entries:
         for entry in entries:
             inner = entry.is_dir(follow_symlinks=False)
@@ -156,10 +156,10 @@ def _tree_names(folder: Path, before: str = '') -> Iterator[str]:
 
 def check_own(
     folder: str | Path,
-    own: Callable,      # (name, relative to the folder) -> whether this library writes files of that name
-    what: str,          # the content that is expected, as in: a cache
+    own: Callable,      # (name relative to the folder) -> whether this library writes it
+    what: str,          # expected content, such as: a cache
 ):
-    "Raise `UserError` if a folder holds anything that this library did not put there."
+    "Raise `UserError` if a folder contains foreign files."
     for name in _tree_names(folder):
         if own(name): continue
         raise UserError(f'{folder}: holds something that is not {what} ({name}); move it away or choose '
@@ -167,7 +167,7 @@ def check_own(
 
 # %% ../nbs/base/files.ipynb #743c25d1
 def _settle(home: Path, path: Path, replace: bool | Callable):
-    "Move the new folder to `path`; if something has come there meanwhile, next to it."
+    "Move the new folder to `path`, or next to it if `path` has been taken meanwhile."
     new, old, ready = (home / name for name in ('new', 'old', 'ready'))
     try:
         _check_free(path, replace)
@@ -184,47 +184,47 @@ def _settle(home: Path, path: Path, replace: bool | Callable):
         raise UserError(f'{why} What was made is kept in {kept}.') from e
     _sync(home.parent)
     if not (callable(replace) and old.is_dir() and any(_tree_names(old))): return
-    try: replace(old)   # something may have come while it was looked through
+    try: replace(old)   # may have changed during the check
     except UserError as e:
         print(f'{e} It is kept in {_keep(old, home.parent / path.name)}.', file=sys.stderr)
 
 def _keep(folder: Path, path: Path) -> Path:
-    "Move a folder next to `path`, to the first name that is not in use; returns it."
+    "Move a folder next to `path`, to the first unused name; returns it."
     taken = lambda n: os.path.lexists(f'{path}-{n}')
     kept = Path(f'{path}-{next(n for n in itertools.count(2) if not taken(n))}')
     os.rename(folder, kept)
     return kept
 
 def _move_contents(folder: Path, target: Path):
-    "Move all of a folder but its temporary folders: in what was written first, out what was written last."
+    "Move a folder's content, except temporary folders: in oldest first, out newest first."
     target.mkdir(exist_ok=True)
     paths = [p for p in folder.iterdir() if not p.name.endswith(PART)] if folder.is_dir() else []
-    # the file that says that a folder is whole is written last
+    # the file that marks a folder as complete is the newest
     inwards = folder.parent.name.endswith(PART)
     for path in sorted(paths, key=lambda p: p.lstat().st_mtime_ns, reverse=not inwards):
         os.rename(path, target / path.name)
 
 # %% ../nbs/base/files.ipynb #85bcfafe
-_MARK = 'writer.json'   # in each temporary folder: what it will be, and on which machine it is filled
-_ABANDONED = 86_400.     # s after which nobody fills a folder of another machine any more
+_MARK = 'writer.json'   # in each temporary folder: its target and machine
+_ABANDONED = 86_400.     # s after which another machine's folder counts as abandoned
 
 @contextmanager
 def _temporary_folder(path: Path):
-    "A folder for what will be at `path`, marked as ours and locked; removed at the end."
+    "Context manager: a marked, locked temporary folder for `path`."
     inner = path.is_dir() and _stays(path)
     home = (path if inner else path.parent) / _part_name(path.name)
     home.mkdir(parents=True)
     try:
-        with _lock(home / 'lock'):   # before the mark: what has one is locked
+        with _lock(home / 'lock'):   # lock before marking
             facts = {'for': '.' if inner else path.name, 'host': socket.gethostname()}
             (home / _MARK).write_text(json.dumps(facts))
             yield home
     finally: _remove(home, path)
 
 def _stays(folder: Path) -> bool:
-    "Whether a folder cannot be renamed, or should not: a mount point or the current folder."
+    "Whether a folder should not be renamed: a mount point or the current folder."
     mounts = {p.mountpoint for p in psutil.disk_partitions(all=True)}
-    with suppress(FileNotFoundError):   # a current folder that was removed
+    with suppress(FileNotFoundError):   # removed current folder
         if folder.samefile('.'): return True
     return str(folder.resolve()) in mounts or not os.access(folder.parent, os.W_OK)
 
@@ -232,9 +232,9 @@ _NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 
 def _lock(
     path: Path,
-    again: bool = False,   # whether a process that holds it may take it again
+    again: bool = False,   # reentrant within a process
 ) -> AbstractContextManager | None:
-    "A lock that is held until the context ends; None if it is held already."
+    "A context manager that holds a lock; None if it is taken."
     from filelock import FileLock, Timeout
     try: return FileLock(path, blocking=False, is_singleton=again, fallback_to_soft=False).acquire()
     except Timeout: return None
@@ -242,51 +242,51 @@ def _lock(
         if e.errno not in _NO_LOCKS: raise
         return nullcontext()
 
-def remove_work(folder: Path, mark: str, ours: Callable = bool):   # name in it -> whether it goes
-    "Remove such a folder, its mark last: what a kill leaves is still known as ours."
+def remove_work(folder: Path, mark: str, ours: Callable = bool):   # name -> whether to remove it
+    "Remove a work folder, its mark last, so that it stays recognisable after a kill."
     last = [mark, 'lock']
     names = filter(ours, os.listdir(folder) if folder.is_dir() else [])
     for name in sorted(names, key=lambda name: last.index(name) if name in last else -1):
         path = folder / name
         if path.is_dir() and not path.is_symlink(): shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError): path.unlink()   # a folder is gone by now
-    with suppress(OSError): folder.rmdir()   # not empty
+        with suppress(OSError): path.unlink()   # folders are already gone
+    with suppress(OSError): folder.rmdir()   # if not empty
 
 def _remove(home: Path, path: Path):
-    "Remove a temporary folder; what it took from `path` goes back, unless the new content is there."
+    "Remove a temporary folder; restores the old content of `path` unless the new one is there."
     new, old, ready = (home / name for name in ('new', 'old', 'ready'))
     if home.parent == path: _move_contents(ready if ready.is_dir() else old, path)
     elif old.is_dir() and not path.exists(): os.rename(old, path)
-    elif old.is_dir() and new.is_dir(): return   # something else is there: nothing is lost
+    elif old.is_dir() and new.is_dir(): return   # `path` is taken: keep both
     remove_work(home, _MARK)
 
 def _changed(folder: Path) -> float:
-    "When something in a folder changed last."
+    "The last modification time in a folder."
     return max((p.lstat().st_mtime for p in (folder, *folder.rglob('*'))), default=0.)
 
 def _sweep(path: Path):
-    "Restore the state before a killed writer of the folder `path`."
+    "Undo the work of a killed writer of the folder `path`."
     homes = *((home, path.name) for home in path.parent.glob(f'*{PART}')), \
             *((home, '.') for home in path.glob(f'*{PART}'))
     for home, name in homes:
-        with suppress(ValueError, OSError, TypeError, KeyError):   # not ours, or swept by another process
+        with suppress(ValueError, OSError, TypeError, KeyError):   # foreign, or swept by another process
             facts = json.loads((home / _MARK).read_text())
             if facts['for'] != name: continue
-            if not (lock := _lock(home / 'lock')): continue   # its writer lives
+            if not (lock := _lock(home / 'lock')): continue   # its writer is alive
             with lock:
                 here = not isinstance(lock, nullcontext) and facts['host'] == socket.gethostname()
-                # elsewhere, or without locks, one cannot see whether the writer lives
+                # on another machine, or without locks, the writer's state is unknown
                 if here or time.time() - _changed(home) >= _ABANDONED: _remove(home, path)
 
 # %% ../nbs/base/files.ipynb #b1eb8407
 def append_line(path: str | Path, line: str):
-    "Append a line to a text file atomically; raises `UserError` if it does not fit or cannot be written."
+    "Append a line to a text file atomically; raises `UserError` if it cannot be written."
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, 'ab', buffering=0) as f:
             size = f.seek(0, os.SEEK_END)
-            failed = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))   # if only a part was written
+            failed = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))   # partial write
             try: written = f.write(data := (line + '\n').encode())
             except OSError as e: written, failed = -1, e
             if written != len(data):
@@ -297,10 +297,10 @@ def append_line(path: str | Path, line: str):
 # %% ../nbs/base/files.ipynb #11ccec96
 @contextmanager
 def locked(
-    path: str | Path,   # a file for the lock
-    busy: str,          # message if another process holds the lock
+    path: str | Path,   # lock file
+    busy: str,          # error message if taken
 ):
-    "Hold a lock while the block runs; raises `UserError` if another process holds it."
+    "Context manager: holds a lock; raises `UserError` if another process has it."
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -312,9 +312,9 @@ def locked(
 # %% ../nbs/base/files.ipynb #5d20fa86
 def inside(
     folder: str | Path,
-    name: str,           # of a file in it, as read from another file
+    name: str,           # untrusted name of a file in it
 ) -> Path:
-    "The path of a file in `folder`; raises `UserError` if it lies outside after links are followed."
+    "The path of a file in `folder`; raises `UserError` if it resolves to a path outside."
     try: path, home = (Path(folder) / name).resolve(), Path(folder).resolve()
     except (TypeError, ValueError, OSError, RuntimeError) as e:   # no text, a zero byte, a link loop
         raise UserError(f'{folder}: {name!r} is not a file name ({e}); get the folder again.') from None
@@ -325,33 +325,33 @@ def inside(
 
 # %% ../nbs/base/files.ipynb #b3143571
 def check_folder(path: str | Path):
-    "Raise `UserError` for a file, or for nothing, where a folder is wanted."
+    "Raise `UserError` unless `path` is a folder."
     path = Path(path)
     if path.is_file(): raise UserError(f'{path}: is a file; give its folder, {path.parent}.')
     if not path.is_dir(): raise UserError(f'{path}: there is no such folder; check its name.')
 
 def check_exists(path: str | Path):
-    "Raise `UserError` where there is neither a file nor a folder."
+    "Raise `UserError` unless `path` exists."
     if not Path(path).exists(): raise UserError(f'{path}: there is no such file or folder; check its name.')
 
 def check_model(path: str | Path):
-    "Raise `UserError` unless this is the folder of a model."
+    "Raise `UserError` unless `path` is a model folder."
     check_folder(path)
     if not (Path(path) / 'config.yaml').is_file():
         raise UserError(f'{path}: holds no model (config.yaml is missing); give the '
                         'folder of a model or of a run.')
 
 def check_recording(path: str | Path):
-    "Raise `UserError` for a folder, or for nothing, where a recording is wanted."
+    "Raise `UserError` unless `path` is a file."
     if Path(path).is_dir(): raise UserError(f'{path}: is a folder; name a recording of the voice in it.')
     if not Path(path).is_file():
         raise UserError(f'{path}: there is no such recording; name a file of the voice.')
 
 def check_arrived(path: str | Path):
-    "Raise `UserError` for a pointer of Git LFS or a web page in place of a file; for no other content."
+    "Raise `UserError` if a file is a Git LFS pointer or a web page instead of its content."
     try:
         with open(path, 'rb') as file: head = file.read(256).lstrip(b'\xef\xbb\xbf \r\n\t').lower()
-    except OSError: return   # its reader names the reason
+    except OSError: return   # reported by its reader
     if head.startswith(b'version https://git-lfs'):
         raise UserError(f'{path}: is a pointer of Git LFS, not the file; run git lfs pull in its folder.')
     if head.startswith(b'<'):
@@ -362,27 +362,27 @@ def check_arrived(path: str | Path):
 def write_json(path: str | Path, value):
     "Write `value` as indented JSON, atomically."
     with atomic_file(path) as part:
-        # a name that is not UTF-8 becomes JSON's own escape
+        # names that are not UTF-8 need JSON escapes
         text = json.dumps(value, indent=1, ensure_ascii=False) + '\n'
         part.write_bytes(text.encode(errors='backslashreplace'))
 
 def read_json(path: str | Path):
-    "The content of a JSON file; raises `UserError` if it is missing or broken."
+    "The content of a JSON file; raises `UserError` if it is missing or invalid."
     check_arrived(path)
     try: return json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError: raise UserError(f'{path}: the file is missing; make it again.') from None
     except ValueError as e: raise UserError(f'{path}: not JSON ({e}); make it again.') from None
 
 def read_json_lines(path: str | Path) -> list:
-    "The values of a file that holds one in each line, as `metrics.jsonl`; a line torn by a kill is left out."
+    "The values of a JSON Lines file such as `metrics.jsonl`; skips a line truncated by a kill."
     out = []
-    # not `splitlines`: a text within JSON may hold other ends of lines
+    # not `splitlines`: texts in JSON may contain other line separators
     for line in Path(path).read_text(encoding='utf-8').split('\n'):
         with suppress(ValueError): out.append(json.loads(line))
     return out
 
 def fingerprint(*parts) -> str:
-    "16 hex digits that change with any of `parts` (anything JSON can hold, or bytes)."
+    "A hash of `parts` (JSON values or bytes), 16 hex digits."
     digest = hashlib.sha256()
     for p in parts:
         digest.update(p if isinstance(p, bytes) else json.dumps(p, sort_keys=True, default=str).encode())
@@ -390,19 +390,19 @@ def fingerprint(*parts) -> str:
 
 # %% ../nbs/base/files.ipynb #743c25c6
 def has_keys(path: str | Path, *keys: str) -> bool:
-    "Whether a file is a JSON object with these keys, as this library writes it."
+    "Whether a file is a JSON object with these keys."
     try: facts = read_json(path)
     except (UserError, OSError): return False
     return isinstance(facts, dict) and {*keys} <= facts.keys()
 
-def is_work(folder: Path, mark: str) -> bool:   # name of a JSON file that says what the folder is `for`
-    "Whether a folder was begun by this library: it has the mark, or holds nothing before it."
+def is_work(folder: Path, mark: str) -> bool:   # JSON file that names what the folder is `for`
+    "Whether this library created a folder: it has the mark, or nothing yet."
     before = lambda name: name == 'lock' or without_part(name) == mark != name
     return has_keys(folder / mark, 'for') or all(map(before, os.listdir(folder)))
 
 @contextmanager
 def _kept_work(folder: Path, mark: str, out: str, left: Callable, remove: Callable):   # yields the folder
-    "Mark a folder as work for `out`; it is removed at the end, or after an error if `left()` names nothing."
+    "Mark a work folder for `out`; removed at the end, or after an error if `left()` is empty."
     try:
         write_json(folder / mark, {'for': out})
         yield folder
@@ -415,27 +415,27 @@ def _kept_work(folder: Path, mark: str, out: str, left: Callable, remove: Callab
 
 def check_results(
     folder: str | Path,
-    written: Iterable[str],   # names that the caller is about to write
-    ours: Callable,           # () -> whether the caller has written there before
+    written: Iterable[str],   # names to be written
+    ours: Callable,           # () -> whether this library wrote there before
 ):
-    "Raise `UserError` if results would replace files of another program."
+    "Raise `UserError` if results would overwrite files of another program."
     taken = next((name for name in written if os.path.lexists(Path(folder) / name)), None)
     if taken and not ours():
         raise UserError(f'{folder}: {taken} is there already, and xtts-nb has not made it; choose another '
                         'name, or move it away.')
 
 # %% ../nbs/base/files.ipynb #d2a89bb1
-_TENSOR_TYPES = {   # wide types first, so that all are aligned
+_TENSOR_TYPES = {   # wide types first, for alignment
     'int64': 'I64', 'float64': 'F64', 'float32': 'F32', 'int32': 'I32', 'bfloat16': 'BF16', 'float16': 'F16',
     'int16': 'I16', 'int8': 'I8', 'uint8': 'U8', 'bool': 'BOOL'}
 
 def write_tensors(
     path: str | Path,
-    tensors: dict,       # {name: array}, each read from disk when its turn comes
+    tensors: dict,       # {name: array}, read lazily
     progress=None,       # called with (done, total)
-    metadata: dict | None = None,   # short texts in the file's header
+    metadata: dict | None = None,   # strings for the header
 ):
-    "Write a safetensors file, whole or not at all, one tensor at a time."
+    "Write a safetensors file atomically, one tensor at a time."
     place = {kind: i for i, kind in enumerate(_TENSOR_TYPES)}
     tensors = dict(sorted(tensors.items(), key=lambda item: (place[item[1].dtype.name], item[0])))
     header, end = {'__metadata__': metadata} if metadata else {}, 0
@@ -452,13 +452,13 @@ def write_tensors(
 
 # %% ../nbs/base/files.ipynb #4e5a518b
 def _numpy():
-    "NumPy, imported when it is needed, with the type bfloat16."
+    "NumPy with bfloat16, imported lazily."
     import ml_dtypes  # noqa: F401
     import numpy
     return numpy
 
 class _LazyArray:
-    "A variable that becomes an array only when it is written: a model is saved without a second copy of it."
+    "A variable converted to an array only when written, so that saving needs no second copy."
     def __init__(self, variable):
         self.variable, self.shape = variable, tuple(variable.shape)
         self.dtype = _numpy().dtype(getattr(variable.dtype, 'name', variable.dtype))
@@ -469,10 +469,10 @@ class _LazyArray:
 def save_weights(
     path: str | Path,     # a .safetensors file
     variables: dict,      # {name: variable or array}
-    others_from: str | Path | None = None,   # a file; its parts that `variables` lacks are copied
-    **metadata: str,      # short texts in the file's header
+    others_from: str | Path | None = None,   # file to copy parts from that `variables` lacks
+    **metadata: str,      # strings for the header
 ):
-    "Write tensors whole or not at all."
+    "Write tensors atomically."
     array = _numpy().ndarray
     arrays = {name: v if isinstance(v, array) else _LazyArray(v) for name, v in variables.items()}
     if others_from:
@@ -483,8 +483,8 @@ def save_weights(
 
 # %% ../nbs/base/files.ipynb #9067a65c
 def open_weights(path: str | Path):
-    "A safetensors file, to be used in a `with`; raises `UserError` if it cannot be read."
-    _numpy()   # a file may hold tensors in bfloat16
+    "Open a safetensors file as a context manager; raises `UserError` if it cannot be read."
+    _numpy()   # registers bfloat16
     check_arrived(path)
     try: return safetensors.safe_open(path, 'numpy')
     except FileNotFoundError:
@@ -493,12 +493,12 @@ def open_weights(path: str | Path):
         raise UserError(f'{path}: not readable as weights ({e}); copy or train it again.') from None
 
 def _check_tensor(
-    path: str | Path,      # of the file
-    file,                  # opened by `open_weights`
+    path: str | Path,      # file path
+    file,                  # from `open_weights`
     name: str,
     expected: tuple,       # shape
 ):
-    "Raise `UserError` unless the file holds the tensor in the expected shape."
+    "Raise `UserError` unless the file has the tensor with the expected shape."
     try: shape = tuple(file.get_slice(name).get_shape())
     except safetensors.SafetensorError:
         raise UserError(f'{path}: the tensor "{name}" is missing; '
@@ -510,8 +510,8 @@ def _check_tensor(
 def load_weights(
     path: str | Path,       # a .safetensors file
     variables: dict,        # {name: variable} to fill
-) -> dict[str, str]:        # the metadata of the file
-    "Fill `variables`; raises `UserError` naming a tensor that is missing or has another shape."
+) -> dict[str, str]:        # the file's metadata
+    "Fill `variables`; raises `UserError` for a missing tensor or another shape."
     with open_weights(path) as file:
         for name, variable in variables.items(): _check_tensor(path, file, name, variable.shape)
         for name, variable in variables.items(): variable.assign(file.get_tensor(name))
@@ -519,48 +519,48 @@ def load_weights(
 
 # %% ../nbs/base/files.ipynb #e10f8c26
 def read_tensors(path: str | Path):
-    "Yields (name, array), one at a time; raises `UserError` if the file is not whole."
+    "Yields (name, array); raises `UserError` if the file is incomplete."
     with open_weights(path) as file:
         for name in file.keys(): yield name, file.get_tensor(name)
 
 # %% ../nbs/base/files.ipynb #eb2b6e10
 def named_weights(
     model,             # a Keras model or layer
-    before: str = '',  # what the names begin with, such as `gpt/` in the file of a whole model
-) -> dict:             # {place: variable}, e.g. `block_0/qkv/kernel`
-    "All variables of `model` by their place in it."
+    before: str = '',  # name prefix, such as `gpt/` in a whole model's file
+) -> dict:             # {path: variable}, e.g. `block_0/qkv/kernel`
+    "All variables of `model` by their path in it."
     return {before + v.path.removeprefix(f'{model.name}/'): v for v in model.variables}
 
 # %% ../nbs/base/files.ipynb #a7c41e03
 def _reserve(path: str | Path):
-    "Reserve the blocks of a sparse file: on a full disk a write to its memory map would kill the process."
+    "Reserve a sparse file's blocks, since writing its memory map on a full disk kills the process."
     with open(path, 'r+b') as file:
         if hasattr(os, 'posix_fallocate'): os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
 
 def _raise_file_limit(wanted: int) -> int:
-    "Raise the number of files that this process may open, if the system allows it; the number."
+    "Raise this process's limit of open files if possible; returns the limit."
     try: import resource
     except ImportError: return wanted   # Windows
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < more:
-        with suppress(ValueError, OSError):   # macOS allows less than it says
+        with suppress(ValueError, OSError):   # macOS allows less than it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
     return wanted if soft == resource.RLIM_INFINITY else soft
 
 def _listener(host: str, port: int) -> socket.socket:
-    "A socket that listens; raises `UserError` where it cannot."
+    "A listening socket; raises `UserError` on failure."
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     try: return socket.create_server((host, port), backlog=2048, family=family)
     except OSError as error:
         raise UserError(f'{host}, port {port}: {error.strerror}; choose another by --port.') from None
 
 # %% ../nbs/base/files.ipynb #d434d2d9
-_JOINERS = '\u200c\u200d'   # within words of Persian and Indic scripts
+_JOINERS = '\u200c\u200d'   # used within Persian and Indic words
 
 def visible(text: str, most: int = 120) -> str:
-    "`text` in one line, with invisible characters escaped."
+    "`text` on one line, with invisible characters escaped."
     cut = text[:most] + '…' * (len(text) > most)
     return ''.join(c if c.isprintable() or c in _JOINERS else
                    c.encode('unicode_escape', 'surrogatepass').decode() for c in cut)

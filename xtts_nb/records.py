@@ -25,14 +25,14 @@ from .files import read_json, write_json
 
 # %% ../nbs/base/records.ipynb #f8c2a305
 def device_name() -> str:
-    "The GPU's name, or the number of cores without a GPU."
+    "The GPU's name, else the number of cores."
     import tensorflow as tf
     gpus = tf.config.list_physical_devices('GPU')
     if gpus: return tf.config.experimental.get_device_details(gpus[0]).get('device_name', 'gpu')
     return f'CPU, {cores()} cores'
 
 def cpu_name() -> str:
-    "The model name of the processor, and how many of its cores this process may use."
+    "The CPU's model name and the number of cores available to this process."
     try: lines = Path('/proc/cpuinfo').read_text(encoding='utf-8').splitlines()
     except OSError: lines = []
     names = (line.partition(':')[2].strip() for line in lines if line.startswith('model name'))
@@ -48,22 +48,22 @@ def _commit() -> str | None:
 
 # %% ../nbs/base/records.ipynb #8e603a16
 def _noisy_rows(
-    one: dict,             # a record; all its lists of rows are checked
+    one: dict,             # a record, with any lists of rows
 ) -> dict[str, float]:     # name -> spread; None for one round
-    "The rows whose spread exceeds `_QUIET`, with their spread."
+    "High-variance rows (spread above `_QUIET`) with their spread."
     rows = [row for value in one.values() if isinstance(value, list) for row in value
             if isinstance(row, dict) and 'spread' in row]
     return {row['name']: row['spread'] for row in rows if row['spread'] is None or row['spread'] > _QUIET}
 
 def _noise_text(rows: dict[str, float]) -> str:
-    "Noisy rows as a sentence."
+    "A sentence on high-variance rows."
     show = lambda spread: 'unknown' if spread is None else f'{spread:.0%}'
     return f'noisy (spread above {_QUIET:.0%}): ' + ', '.join(f'{name} {show(spread)}'
                                                              for name, spread in rows.items())
 
 # %% ../nbs/base/records.ipynb #98615ce2
 def _write_new(stem: Path, value: dict) -> Path:
-    "Write JSON to `stem.json`, or to the stem with the first number that is not in use."
+    "Write JSON to `stem.json`, or to the stem with the first unused number."
     part = stem.with_name(f'.{stem.name}.{os.getpid()}')
     write_json(part, value)
     try:
@@ -71,7 +71,7 @@ def _write_new(stem: Path, value: dict) -> Path:
             path = stem.with_name(f'{stem.name}{f"-{n}" if n > 1 else ""}.json')
             try: os.link(part, path)
             except FileExistsError: continue
-            except OSError:   # a disk without hard links
+            except OSError:   # no hard links
                 if path.exists(): continue
                 part.replace(path)
             return path
@@ -84,17 +84,17 @@ def benchmarks() -> Path:
 
 def record(
     page: str,             # name of the measurement, e.g. `step_speed`
-    rows: list[dict],      # a median each, with its `spread` if it was timed
+    rows: list[dict],      # medians, with `spread` if timed
     folder: str | Path,    # usually `benchmarks()`
-    command: str,          # of the measurement, as typed
-    device: str | None = None,   # the device of the rows; default: this machine's
-    **notes,               # further facts: sizes, lengths
+    command: str,          # as typed
+    device: str | None = None,   # default: this machine's
+    **notes,               # sizes, lengths
 ) -> Path:
-    "Write a new file `<page>-<device>-<date>-<time>.json`; prints a warning if it is noisy."
+    "Write a new file `<page>-<device>-<date>-<time>.json`; warns of high variance."
     now, name = datetime.datetime.now(datetime.UTC), device or device_name()
     one = {'device': name, 'cpu': cpu_name(), 'date': now.date().isoformat(), 'time': f'{now:%H:%M:%S}',
            'commit': _commit(), 'command': command, **notes, 'rows': rows}
-    if not (device or name.startswith('CPU')):   # whether products of float32 are in TF32
+    if not (device or name.startswith('CPU')):   # float32 products in TF32?
         import tensorflow as tf
         one['tf32'] = tf.config.experimental.tensor_float_32_execution_enabled()
     noisy = _noisy_rows(one)
@@ -106,7 +106,7 @@ def record(
                       one | {'noisy': bool(noisy), 'noisy_rows': noisy})
 
 # %% ../nbs/base/records.ipynb #cc9f75ba
-_TOOLS = {   # scripts of a checkout: {page: the command that writes its record}
+_TOOLS = {   # scripts of a checkout: {page: command}
     'xla': 'python benchmarks/xla_gpu.py record',
     'xla_memory': 'python benchmarks/xla_gpu.py memory',
     'xla_step': 'python benchmarks/xla_gpu.py step',
@@ -122,10 +122,10 @@ _TOOLS = {   # scripts of a checkout: {page: the command that writes its record}
     'causes': 'python benchmarks/diagnosis/causes.py --record',
     'others': 'python benchmarks/diagnosis/programs/others.py'}
 
-_PACKED = resources.files('xtts_nb') / 'notebooks/benchmarks'   # in a wheel: the records that its pages show
+_PACKED = resources.files('xtts_nb') / 'notebooks/benchmarks'   # a wheel's records, for its notebooks
 
 def _read_records(page: str, folder: str | Path) -> list[dict]:
-    "All records of a page, oldest first, with their noisy rows; those of the wheel where there is no folder."
+    "All records of a page, oldest first, with high-variance rows; without a folder, the wheel's."
     folder = Path(folder) if Path(folder).is_dir() else _PACKED
     records = [read_json(path) for path in sorted(folder.glob(f'{page}-*.json'), key=lambda p: p.stem)]
     for one in records:
@@ -138,7 +138,7 @@ def recorded(
     page: str,
     folder: str | Path,
 ) -> list[dict]:     # with `noisy` and `_noisy_rows`
-    "For each device the newest low-variance record of `page`, else the newest; `UserError` if there is none."
+    "Per device the newest low-variance record of `page`, else the newest; `UserError` if none."
     records = sorted(_read_records(page, folder), key=lambda one: not one['noisy'])
     if not records:
         command = _TOOLS.get(page, 'the command that its page names')
@@ -156,9 +156,9 @@ def headline(
 # %% ../nbs/base/records.ipynb #2768f81f
 def record_origin(
     one: dict,         # a record
-    about: str = '',   # the measurement: sizes, lengths
+    about: str = '',   # sizes, lengths
 ) -> str:
-    "Where, when and by which command a record was measured, and which rows are noisy."
+    "A record's device, date, command and high-variance rows."
     where = f'{one["device"]} ({one["cpu"]})' if one.get('cpu') else one['device']
     lines = [', '.join(filter(None, [about, where, one['date']])) + '.']
     if one.get('command'): lines.append(f'Written by `{one["command"]}`.')
@@ -167,27 +167,27 @@ def record_origin(
 
 def record_markdown(
     one: dict,                        # a record
-    rows: list[dict] | None = None,   # shown instead of its own
+    rows: list[dict] | None = None,   # instead of its own
     about: str = '',
 ) -> str:
-    "`record_origin`, and the rows as a table."
+    "`record_origin` and a table of the rows."
     return record_origin(one, about) + '\n\n' + rows_markdown(one['rows'] if rows is None else rows)
 
 # %% ../nbs/base/records.ipynb #fac70001
 def factor_text(
-    one: dict, name: str,   # a record, and a row of it
-    rows: str = 'rows',     # the list that has the row
+    one: dict, name: str,   # a record, name of a row
+    rows: str = 'rows',     # list with the row
 ) -> str:
-    "How many times as fast as the first row a row is; ± is the spread of that factor."
+    "A row's speed-up over the first row; ±: spread of the factor."
     first, row = one[rows][0], next(row for row in one[rows] if row['name'] == name)
-    # older records have the spreads of both times
+    # older records have spreads of both times
     spread = row['spread'] if 'rounds' in row else math.hypot(row['spread'], first['spread'])
     rounds = f' over {row["rounds"]} rounds' if 'rounds' in row else ''
     return f'{row["ratio"]:,.3g} times (± {spread:.0%}{rounds}{", noisy" * (spread > _QUIET)})'
 
 # %% ../nbs/base/records.ipynb #aa0d9abe
 def page_origin() -> str:
-    "Where and when the outputs of a page are computed, and how its tables are read; for its first lines."
+    "For a page's first lines: where and when outputs are computed, and how to read tables."
     device, cpu = device_name(), cpu_name()
     where = f'CPU ({cpu})' if device.startswith('CPU') else f'{device} ({cpu})'
     return (f'*Computed on this page: {where}, {datetime.date.today().isoformat()}. In its tables, `speed` '

@@ -19,32 +19,32 @@ from .files import atomic_file, visible
 # %% ../nbs/base/report.ipynb #bb9dc6c7
 def picture(
     fig,          # matplotlib Figure
-    label: str,   # its alternative text
+    label: str,   # alt text
 ) -> str:
-    "A figure as an image inside the page."
+    "A figure as an inline image."
     data = base64.b64encode(png_bytes(fig)).decode()
     return f'<img alt="{html.escape(label, quote=True)}" src="data:image/png;base64,{data}">'
 
 def player(path: str | Path, label: str) -> str:
-    "A wav file as a player inside the page."
+    "A wav file as an inline player."
     data = base64.b64encode(Path(path).read_bytes()).decode()
     audio = f'<audio controls src="data:audio/wav;base64,{data}"></audio>'
     return f'<figure><figcaption>{html.escape(label)}</figcaption>{audio}</figure>'
 
 # %% ../nbs/base/report.ipynb #dbb5865c
 def heading(text: str, lead: str = '', level: int = 2) -> str:
-    "The title of a section and its first sentence; the text may run in either direction."
+    "A section's title and lead; text may be left-to-right or right-to-left."
     title = f'<h{level} dir="auto">{html.escape(text)}</h{level}>'
     return title + (f'<p>{html.escape(lead)}</p>' if lead else '')
 
 def facts(values: dict) -> str:
-    "Key figures: large values with small names."
+    "Key figures: large values with small labels."
     cell = lambda name, value: f'<div><b>{html.escape(str(value))}</b><span>{html.escape(name)}</span></div>'
     return f'<div class="facts">{"".join(cell(*item) for item in values.items())}</div>'
 
 # %% ../nbs/base/report.ipynb #08f352f2
 def html_table(head: list[str], rows: list[tuple], max_rows: int = 200) -> str:
-    "Rows under a head, and below them the number of rows that are not shown."
+    "A table, with the number of rows not shown."
     cell = lambda value, tag: f'<{tag} dir="auto">{html.escape(visible(str(value)))}</{tag}>'
     row = lambda cells, tag: f'<tr>{"".join(cell(c, tag) for c in cells)}</tr>'
     if not rows: return '<p>none</p>'
@@ -55,17 +55,17 @@ def html_table(head: list[str], rows: list[tuple], max_rows: int = 200) -> str:
 BEFORE, BETWEEN, AFTER = '#c8553d', '#8d99ae', '#1d6f8b'
 
 def _drawing(width: int, height: int, label: str, body: str) -> str:
-    "An SVG with an alternative text; it becomes narrower with the page."
+    "An SVG with alt text that scales with the page."
     return (f'<svg role="img" aria-label="{html.escape(label, quote=True)}" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}">{body}</svg>')
 
 def histogram(
     counts: list[int],
-    edges: list[float],   # of the bins, one more than counts
+    edges: list[float],   # bin edges, one more than counts
     title: str,
     unit: str,
 ) -> str:
-    "Bars over bins, with the largest count and the range."
+    "A histogram with its largest count and range."
     left, right, most = edges[0], edges[-1], max(counts) or 1
     x, y = (lambda edge: 380 * (edge - left) / ((right - left) or 1)), (lambda n: 100 * n / most)
     bar = lambda n, a, b: f'<path d="M{x(a):.1f} 120V{120 - y(n):.1f}H{x(b):.1f}V120Z"/>'
@@ -79,11 +79,11 @@ def histogram(
 def waveform(
     wav: np.ndarray,   # (N,) samples around a clip
     rate: int,
-    start: float,      # s of `wav`, of the clip
+    start: float,      # s in `wav`, of the clip
     end: float,
     label: str,
 ) -> str:
-    "The sound around a clip in 100 parts a second; what is in the clip is dark, between two red lines."
+    "The waveform around a clip at 100 points per second; the clip is dark, between red lines."
     part = max(1, rate // 100)
     loud = np.abs(wav[:len(wav) // part * part]).reshape(-1, part).max(1)
     high = (38 * loud / max(loud.max(initial=0), 1e-3)).round().astype(int)
@@ -100,7 +100,7 @@ def plot_mels(
     mels: dict[str, np.ndarray],      # title -> (F, C) log-mel
     frames_per_second: float,
 ):                                    # matplotlib Figure
-    "Mels side by side, on the same scales of time and level."
+    "Mels side by side, with equal time and level scales."
     from matplotlib.figure import Figure
     fig = Figure(figsize=(9, 1.75), layout='constrained')
     longest, top = max(map(len, mels.values())) / frames_per_second, max(m.max() for m in mels.values())
@@ -134,7 +134,7 @@ audio { height: 2.2rem; width: 17.5rem }
 """
 
 def write_report(path: str | Path, title: str, pieces: list[str]) -> Path:
-    "One self-contained file of pieces of HTML, whole or not at all."
+    "Write pieces of HTML as one self-contained file, atomically."
     name, body = html.escape(title), '\n'.join(pieces)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
     page = (f'<!doctype html><html lang="en"><head>{head}<style>{_REPORT_STYLE}</style></head>'

@@ -31,26 +31,26 @@ from .records import cpu_name
 class _Process:
     "A process on a GPU."
     pid: int
-    name: str | None = None             # None if not visible, for example in a container
-    memory: int | None = None           # bytes of the GPU
-    utilisation: float | None = None    # % of the multiprocessors' time
+    name: str | None = None             # None if hidden, e.g. in a container
+    memory: int | None = None           # GPU bytes
+    utilisation: float | None = None    # % of SM time
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    "One GPU at one moment; a counter that the card does not offer is `None`."
+    "A reading of one GPU; unavailable counters are `None`."
     index: int
     name: str
-    utilisation: float | None = None    # % of recent time in which any kernel ran
+    utilisation: float | None = None    # NVML duty cycle: % of recent time in which any kernel ran
     memory_used: int | None = None      # bytes, by all processes
     memory_total: int | None = None     # bytes
     power: float | None = None          # W
     temperature: float | None = None    # degrees C
-    clock: float | None = None          # MHz, of the multiprocessors
-    sm_active: float | None = None      # % of the multiprocessors that were active
-    tensor_active: float | None = None  # % of the time in which tensor cores were active
-    memory_active: float | None = None  # % of the bandwidth of its own memory
-    from_host: float | None = None      # bytes/s over PCIe, to the card
-    to_host: float | None = None        # bytes/s over PCIe, from the card
+    clock: float | None = None          # MHz, of the SMs
+    sm_active: float | None = None      # % of SMs active
+    tensor_active: float | None = None  # % of time with active tensor cores
+    memory_active: float | None = None  # % of memory bandwidth
+    from_host: float | None = None      # bytes/s over PCIe, to the GPU
+    to_host: float | None = None        # bytes/s over PCIe, from the GPU
     processes: tuple[_Process, ...] = ()
 
     @property
@@ -65,61 +65,61 @@ class _EmulatedGPU(GPU):
 
 @dataclass(frozen=True, slots=True)
 class CPU:
-    "The CPU at one moment: the cores that this process may use; 100 % means that all of them are busy."
+    "A reading of the cores available to this process; 100 %: all of them are busy."
     name: str
-    utilisation: float | None = None    # % of these cores, by all processes, since the last reading
-    process: float | None = None        # % of these cores, by this process, since the last reading
+    utilisation: float | None = None    # % of these cores, all processes, since the last reading
+    process: float | None = None        # % of these cores, this process, since the last reading
     memory_used: int | None = None      # bytes, by all processes
     memory_total: int | None = None     # bytes
     process_memory: int | None = None   # bytes
-    disk_read: float | None = None      # bytes/s, of all disks
-    disk_write: float | None = None     # bytes/s, of all disks
+    disk_read: float | None = None      # bytes/s, all disks
+    disk_write: float | None = None     # bytes/s, all disks
 
 # %% ../nbs/base/sampler.ipynb #35de0cb2
 @dataclass(frozen=True, slots=True)
 class Sample:
-    "Every device at one moment."
-    time: float                     # s, on the clock of `time.perf_counter`
+    "Readings of all devices at one time."
+    time: float                     # s, `time.perf_counter`
     gpus: tuple[GPU, ...] = ()
     cpu: CPU | None = None
     error: str | None = None        # why a reading is missing
 
     @property
     def devices(self) -> dict:
-        "The readings by their label: `GPU 0`, `GPU 1`, ..., `CPU`, or `emulated GPU 0`."
+        "Readings by label: `GPU 0`, `GPU 1`, ..., `CPU`, or `emulated GPU 0`."
         return {g.label: g for g in self.gpus} | ({'CPU': self.cpu} if self.cpu else {})
 
 # %% ../nbs/base/sampler.ipynb #449fc913
 def _group_cpu_seconds(
-    group: Path,   # the folder of a control group
+    group: Path,   # a cgroup folder
 ) -> float | None:
-    "CPU time that the processes of a control group have used so far; None if it is not counted."
+    "Total CPU seconds of a cgroup; None if not counted."
     try: return int(re.search(r'^usage_usec (\d+)', (group / 'cpu.stat').read_text(), re.M)[1]) / 1e6
-    except (OSError, TypeError): pass   # the first version counts in another place
+    except (OSError, TypeError): pass   # version 1 counts elsewhere
     for folder in group, Path(*('cpuacct' if part == 'cpu' else part for part in group.parts)):
         try: return int((folder / 'cpuacct.usage').read_text()) / 1e9
         except OSError: continue
 
 def _core_seconds(allowed: set[int]) -> tuple[float, float]:
-    "Seconds so far of these cores, and those in which they were busy."
-    every = len(allowed) >= psutil.cpu_count()   # the sum is read much faster than each core
+    "Total and busy seconds of these cores."
+    every = len(allowed) >= psutil.cpu_count()   # the sum is much faster to read
     times = [psutil.cpu_times()] if every else [psutil.cpu_times(percpu=True)[i] for i in allowed]
-    # on Linux, user includes the guests
+    # on Linux, user includes guest
     total = sum(sum(t) - getattr(t, 'guest', 0) - getattr(t, 'guest_nice', 0) for t in times)
     return total, total - sum(t.idle + getattr(t, 'iowait', 0) for t in times)
 
-def _cpu_clocks():   # a callable that returns them
-    "Seconds so far: wall time, this process, the cores that it may use, and the same cores busy."
+def _cpu_clocks():   # returns a callable
+    "Seconds: wall time, this process, its available cores, and their busy time."
     quota, group = _cpu_quota()
     allowed = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(psutil.cpu_count())
     here = lambda: (time.perf_counter(), time.process_time())
-    if quota < len(allowed) and _group_cpu_seconds(group) is not None:   # what runs outside it does not count
+    if quota < len(allowed) and _group_cpu_seconds(group) is not None:   # ignores processes outside it
         return lambda: (*(now := here()), now[0] * quota, _group_cpu_seconds(group))
     return lambda: (*here(), *_core_seconds(allowed))
 
 # %% ../nbs/base/sampler.ipynb #76408f01
 def _disk_bytes() -> tuple[int, int] | None:
-    "Bytes that the machine's disks read and wrote so far; None if the system has no such counters."
+    "Total bytes read and written by all disks; None without counters."
     try: disks = psutil.disk_io_counters(perdisk=True, nowrap=False)
     except (OSError, NotImplementedError, RuntimeError): return None
     physical = [d for name, d in disks.items() if Path('/sys/block', name, 'device').exists()]
@@ -127,9 +127,9 @@ def _disk_bytes() -> tuple[int, int] | None:
     if physical: return sum(d.read_bytes for d in physical), sum(d.write_bytes for d in physical)
 
 def _disk_rates(
-    every: float = 1.,   # s between two readings of the counters
-):                       # a callable that returns bytes/s read and written, or (None, None)
-    "The read and write rates of the disks."
+    every: float = 1.,   # s between readings
+):                       # returns a callable -> bytes/s read, written, or (None, None)
+    "Read and write rates of all disks."
     before, then, rates = _disk_bytes(), time.perf_counter(), (None, None)
     def read():
         nonlocal before, then, rates
@@ -141,7 +141,7 @@ def _disk_rates(
     return read
 
 def _cpu_probe():    # a callable that returns a `Sample`
-    "Reads the cores that this process may use, memory and disks, and the share of this process."
+    "A probe of CPU, memory and disks, and of this process's share."
     name, cores, me, disks = cpu_name(), _usable_cores(), psutil.Process(), _disk_rates()
     clocks = _cpu_clocks()
     before, use = clocks(), (None, None)
@@ -159,7 +159,7 @@ def _cpu_probe():    # a callable that returns a `Sample`
 
 # %% ../nbs/base/sampler.ipynb #60ea34a8
 def _offered(read, *args):
-    "The result of `read`, or `None` if the card or its driver does not offer it."
+    "The result of `read`, or `None` if GPU or driver do not offer it."
     import pynvml
     try: return read(*args)
     except pynvml.NVMLError as e:
@@ -168,17 +168,17 @@ def _offered(read, *args):
 
 # %% ../nbs/base/sampler.ipynb #26b70cd5
 _ACTIVITY = {'sm_active': 'SM_UTIL', 'tensor_active': 'ANY_TENSOR_UTIL', 'memory_active': 'DRAM_BW_UTIL',
-             'from_host': 'PCIE_RX_PER_SEC', 'to_host': 'PCIE_TX_PER_SEC'}   # %, and MiB/s on the bus
+             'from_host': 'PCIE_RX_PER_SEC', 'to_host': 'PCIE_TX_PER_SEC'}   # %, bus: MiB/s
 
 class _Activity:
-    "Activity of a card since the last call, `{field of GPU: value}`; `{}` if the card does not offer it."
+    "A GPU's activity since the last call, `{field of GPU: value}`; `{}` if not offered."
     def __init__(self, handle): self.handle, self.time, self.latest, self.snapshots = handle, 0., {}, None
 
     def __call__(self) -> dict:
         now = time.perf_counter()
         if self.snapshots == () or now - self.time < 0.1: return self.latest
         values = _offered(self._read)
-        if values is None: self.snapshots, self.latest = (), {}   # not offered: do not try again
+        if values is None: self.snapshots, self.latest = (), {}   # not offered: do not retry
         else: self.time, self.latest = now, values
         return self.latest
 
@@ -207,15 +207,15 @@ def _process_name(pid: int) -> str | None:
     except psutil.Error: return None
 
 class _Card:
-    "One GPU of NVML: `read` is quick, `refresh` reads the slow counters."
+    "A GPU in NVML: `read` is fast, `refresh` reads slow counters."
     def __init__(self, handle, index: int):
         import pynvml as nv
         self.handle, self.index, self.name = handle, index, nv.nvmlDeviceGetName(handle)
         self.activity, self.bus, self.processes, self.names = _Activity(handle), {}, (), {}
-        self.last_seen, self.refreshed = 0, -1.   # of process samples, µs; of `refresh`, s
+        self.last_seen, self.refreshed = 0, -1.   # process samples, µs; `refresh`, s
 
     def read(self) -> GPU:
-        "Its counters now, in the units of `GPU`."
+        "Current counters, in the units of `GPU`."
         import pynvml as nv
         use = _offered(nv.nvmlDeviceGetUtilizationRates, self.handle)
         memory = _offered(nv.nvmlDeviceGetMemoryInfo, self.handle)
@@ -227,7 +227,7 @@ class _Card:
                    **self.bus | self.activity(), processes=self.processes)
 
     def refresh(self):
-        "Read the processes, and the bus traffic if `activity` does not hold it."
+        "Read processes, and bus traffic if `activity` lacks it."
         import pynvml as nv
         running = _offered(nv.nvmlDeviceGetComputeRunningProcesses, self.handle) or ()
         samples = _offered(nv.nvmlDeviceGetProcessUtilization, self.handle, self.last_seen) or ()
@@ -244,7 +244,7 @@ class _Card:
 
 # %% ../nbs/base/sampler.ipynb #a394301a
 def _cards() -> list[_Card]:
-    "Every card of the driver; raises `UserError` if there is none."
+    "All GPUs of the driver; raises `UserError` if there is none."
     import pynvml as nv
     fixes = {nv.NVML_ERROR_DRIVER_NOT_LOADED: 'load the NVIDIA driver, or give the container its GPUs',
                 nv.NVML_ERROR_NO_PERMISSION: 'get access to /dev/nvidia*',
@@ -260,21 +260,21 @@ def _cards() -> list[_Card]:
 
 # %% ../nbs/base/sampler.ipynb #b9e92f43
 def _visible_ids() -> list[str] | None:
-    "The names in `CUDA_VISIBLE_DEVICES`, as far as CUDA reads them; None if it is not set (all cards)."
+    "Valid entries of `CUDA_VISIBLE_DEVICES`, as CUDA reads them; None if unset (all GPUs)."
     shown = os.environ.get('CUDA_VISIBLE_DEVICES')
     if shown is None: return None
     names = [name.strip() for name in shown.split(',')]
     return list(itertools.takewhile(lambda name: name and name != '-1', names))
 
 def _mig_parts(card: _Card) -> list[_Card]:
-    "The MIG devices of a card."
+    "A GPU's MIG devices."
     import pynvml as nv
     handles = [_offered(nv.nvmlDeviceGetMigDeviceHandleByIndex, card.handle, i)
                for i in range(_offered(nv.nvmlDeviceGetMaxMigDeviceCount, card.handle) or 0)]
     return [_Card(handle, card.index) for handle in handles if handle is not None]
 
 def _card_named(name: str, cards: list[_Card]) -> _Card | None:
-    "The one card or MIG device with that number or beginning of its UUID; None unless exactly one."
+    "The GPU or MIG device with that index or UUID prefix; None if not unique."
     import pynvml as nv
     if name.isdecimal(): return cards[int(name)] if int(name) < len(cards) else None
     if name.startswith('MIG-'): cards = [part for card in cards for part in _mig_parts(card)]
@@ -282,7 +282,7 @@ def _card_named(name: str, cards: list[_Card]) -> _Card | None:
     return cards[0] if len(cards) == 1 else None
 
 def _visible(cards: list[_Card]) -> list[_Card]:
-    "The cards of this process in the order of CUDA, numbered as TensorFlow numbers them."
+    "This process's GPUs in CUDA's order, numbered as in TensorFlow."
     if (names := _visible_ids()) is None: return cards
     found = [_card_named(name, cards) for name in names]
     found = list(itertools.takewhile(lambda card: card is not None, found))
@@ -290,14 +290,14 @@ def _visible(cards: list[_Card]) -> list[_Card]:
     return found
 
 def visible_cards() -> list[GPU]:
-    "The cards of this process in the order of CUDA, as NVML reads them; raises `UserError` without NVML."
+    "NVML readings of this process's GPUs in CUDA's order; raises `UserError` without NVML."
     import pynvml as nv
     try: return [card.read() for card in _visible(_cards())]
     except nv.NVMLError as e: raise UserError(f'NVML: {e}; check whether nvidia-smi works.') from None
 
 # %% ../nbs/base/sampler.ipynb #d34af190
 def nvml_probe():   # a callable that returns a `Sample`
-    "Reads the NVIDIA GPUs of this process, numbered as by TensorFlow, and the CPU; `UserError` without any."
+    "A probe of this process's GPUs, numbered as in TensorFlow, and CPU; `UserError` without GPUs."
     import pynvml as nv
     if _visible_ids() == []:
         raise UserError('CUDA_VISIBLE_DEVICES hides every GPU; unset it, or use `best_probe()`.')
@@ -322,27 +322,26 @@ def nvml_probe():   # a callable that returns a `Sample`
 
 # %% ../nbs/base/sampler.ipynb #54502cea
 def best_probe(
-    say=print,   # called with a line that names the device used instead
+    say=print,   # called with a line on the fallback device
 ):               # a callable that returns a `Sample`
-    "A probe of the GPUs if this process can use one, else of the CPU."
+    "A probe of the GPUs if there are any, else of the CPU."
     try: return nvml_probe()
     except UserError as e: reason = str(e).partition(';')[0]
     say(f'No GPU to watch ({reason}); showing the CPU instead: {cpu_name()}.')
     return _cpu_probe()
 
 # %% ../nbs/base/sampler.ipynb #ee9a2e9b
-# environment variable: the number of logical CPU devices that replace GPUs
 _CPU_CARDS = 'XTTS_NB_CPU_CARDS'
 
 def _cpu_card_count() -> int:
-    "The number of logical CPU devices that replace GPUs."
+    "Number of logical CPU devices that replace GPUs."
     return _environment_number(_CPU_CARDS) or 0
 
 # %% ../nbs/base/sampler.ipynb #e62602a7
 def replay_probe(
     samples,   # `Sample`s, and exceptions to raise
 ):             # a callable that returns the next one
-    "Replays a recorded trace; raises `StopIteration` at its end."
+    "A probe that replays a recorded trace; raises `StopIteration` at its end."
     trace = iter(samples)
     def probe() -> Sample:
         s = next(trace)
@@ -352,20 +351,20 @@ def replay_probe(
 
 # %% ../nbs/base/sampler.ipynb #e0a1c0df
 class EmulatedDevice:
-    "An accelerator that takes a given time for each step, uses no CPU, and records when it computed."
+    "An emulated accelerator with a given time per step and no CPU load; records when it computed."
     def __init__(self, name: str = 'emulated accelerator', index: int = 0):
         self.name, self.index, self._lock, self._spans = name, index, threading.Lock(), deque()
 
-    def computes(self, begin: float, end: float):   # times of `time.perf_counter`; `end` may lie ahead
-        "Note that the device computes from `begin` to `end`."
+    def computes(self, begin: float, end: float):   # `time.perf_counter`; `end` may be in the future
+        "Record that the device computes from `begin` to `end`."
         with self._lock: self._spans.append((begin, end))
 
     def feed(self,
         batches: Iterable,       # of a pipeline
-        step_seconds: float,     # that the device needs for a batch
-        seconds: float = math.inf,   # the first step that begins later is the last
+        step_seconds: float,     # per batch
+        seconds: float = math.inf,   # stops after the first step that begins later
     ) -> int:                    # steps
-        "Compute a step for each batch, while the host fetches and copies the next one."
+        "Run a step per batch, while the host fetches and copies the next one."
         steps, until = 0, time.perf_counter() + seconds
         for begin, end in _emulated_steps(batches, step_seconds):
             self.computes(begin, end)
@@ -374,7 +373,7 @@ class EmulatedDevice:
         return steps
 
     def busy(self, begin: float, end: float) -> float:   # %
-        "The share of a period in which it computed; forgets what ended before `end`."
+        "Utilisation in a period; forgets steps that ended before `end`."
         with self._lock:
             seconds = sum(max(0., min(b, end) - max(a, begin)) for a, b in self._spans)
             while self._spans and self._spans[0][1] <= end: self._spans.popleft()
@@ -383,11 +382,11 @@ class EmulatedDevice:
 def emulated_probe(
     *devices: EmulatedDevice,
 ):                             # a callable that returns a `Sample`
-    "Reads emulated devices as if they were cards: each reading describes the time since the one before."
+    "A probe of emulated devices as GPUs; a reading covers the time since the last one."
     lock, before, busy = threading.Lock(), time.perf_counter(), [None] * len(devices)
     def probe() -> Sample:
         nonlocal before, busy
-        with lock:   # the sampler's thread and the program may both ask
+        with lock:   # the sampler thread and the program may both read
             now = time.perf_counter()
             if now - before > 0.005:   # s; a shorter period repeats the last reading
                 busy = [d.busy(before, now) for d in devices]
@@ -398,35 +397,35 @@ def emulated_probe(
 # %% ../nbs/base/sampler.ipynb #498db818
 def series(
     samples,                      # `Sample`s in order
-    field: str = 'utilisation',   # a field of `GPU` or `CPU`
+    field: str = 'utilisation',   # field of `GPU` or `CPU`
 ) -> dict:                        # {label: (seconds since the first sample, values)}
-    "One curve per device, with NaN for missing readings."
+    "A curve per device, with NaN for missing readings."
     devices = [s.devices for s in samples]
     seconds = np.array([s.time for s in samples], float) - (samples[0].time if devices else 0)
     labels = dict.fromkeys(label for d in devices for label in d)
     return {k: (seconds, np.array([getattr(d.get(k), field, None) for d in devices], float)) for k in labels}
 
 # %% ../nbs/base/sampler.ipynb #c9728146
-_IDLE = 5.   # %, below which a device counts as idle
+_IDLE = 5.   # %; below it a device is idle
 
 def _longest_idle(
-    seconds, values,   # one curve of `series`
+    seconds, values,   # a curve of `series`
 ) -> float:            # s
-    "The longest period in which every reading was below `_IDLE`."
+    "The longest period with all readings below `_IDLE`."
     longest = run = 0.
     for dt, v in zip(np.diff(seconds, prepend=seconds[:1]), values):
         run = run + dt if v < _IDLE else 0.
         longest = max(longest, run)
     return float(longest)
 
-_MEANS = (   # fields whose means are in a summary
+_MEANS = (   # fields averaged in a summary
     'power', 'temperature', 'clock', 'sm_active', 'tensor_active', 'memory_active', 'from_host', 'to_host',
     'process', 'disk_read', 'disk_write')
 
 def _known(values): return values[~np.isnan(values)]
 
 def _describe(device, seconds, values, memory, means) -> dict:
-    "The summary of one device."
+    "A device's summary."
     known, used = _known(values), _known(memory)
     out = dict(name=device.name, samples=len(known), memory_max=int(used.max()) if len(used) else None,
                memory_total=device.memory_total, means=means)
@@ -440,7 +439,7 @@ def _describe(device, seconds, values, memory, means) -> dict:
 def summarise(
     samples,   # `Sample`s in order
 ) -> dict:     # {'seconds', 'samples', 'gaps', 'devices': {label: numbers}}
-    "Utilisation in %, memory in bytes and idle time of each device; `gaps` counts samples with an error."
+    "Utilisation in %, memory in bytes and idle time per device; `gaps`: number of failed samples."
     samples = list(samples)
     last = {label: d for s in samples for label, d in s.devices.items()}
     memory, others = series(samples, 'memory_used'), {field: series(samples, field) for field in _MEANS}
@@ -453,18 +452,18 @@ def summarise(
 
 # %% ../nbs/base/sampler.ipynb #a4a5c0df
 def arm_spans(
-    arms,    # (time, name) of the beginning of each arm, in order
-    end: float = math.inf,   # time at which the last one ends
+    arms,    # (time, name) of each variant's start, in order
+    end: float = math.inf,   # end of the last one
 ) -> list[tuple[str, float, float]]:   # (name, begin, end)
-    "The periods of the arms; each ends where the next begins."
+    "The variants' periods; each ends when the next begins."
     ends = [begin for begin, _ in arms[1:]] + [end]
     return [(name, begin, until) for (begin, name), until in zip(arms, ends)]
 
 def summarise_arms(
     samples,   # `Sample`s in order
-    arms,      # (time, name) of the beginning of each arm; a name may come several times
-) -> dict:     # {name: devices as of `summarise`}
-    "The devices during each arm of a comparison."
+    arms,      # (time, name) of each variant's start; names may repeat
+) -> dict:     # {name: devices as in `summarise`}
+    "Device summaries per variant of a comparison."
     samples, taken = list(samples), {}
     for name, begin, end in arm_spans(arms):
         taken.setdefault(name, []).extend(s for s in samples if begin < s.time <= end)
@@ -472,20 +471,19 @@ def summarise_arms(
 
 # %% ../nbs/base/sampler.ipynb #fbc0dc30
 class Sampler:
-    "Records a probe in the background: `with Sampler(best_probe()) as s: ...; s.summary()`."
+    "Samples a probe in the background: `with Sampler(best_probe()) as s: ...; s.summary()`."
     def __init__(self,
         probe,                         # callable that returns a `Sample`
-        interval: float = 0.1,         # s between two samples
-        capacity: int = 36_000,        # samples in the ring buffer (an hour at 10 Hz)
-        clock=time.perf_counter,       # time of the gaps of a failing probe
-        say=print,                     # called with one line about a failing probe
+        interval: float = 0.1,         # s between samples
+        capacity: int = 36_000,        # ring buffer size (an hour at 10 Hz)
+        clock=time.perf_counter,       # for gaps of a failing probe
+        say=print,                     # called with a line about a failing probe
     ):
         if interval <= 0: raise UserError(f'Sampler: the interval is {interval} s; take one above 0.')
         if capacity < 1: raise UserError(f'Sampler: the capacity is {capacity} samples; take at least 1.')
         self.probe, self.interval, self.clock, self.say = probe, interval, clock, say
         self.taken, self.marks, self._ring, self._reported = 0, [], deque(maxlen=capacity), set()
         self._lock, self._stop, self._thread = threading.Lock(), threading.Event(), None
-        # CPU time of the sampling itself, and the times of the first and last sample
         self.cpu_seconds, self._begun, self._ended = 0., None, None
 
     @property
@@ -495,11 +493,11 @@ class Sampler:
 
     @property
     def latest(self) -> Sample | None:
-        "The last sample, if there is one."
+        "The last sample, if any."
         with self._lock: return self._ring[-1] if self._ring else None
 
     def mark(self, name: str):
-        "Mark the current time with a name, for figures."
+        "Mark the current time with a name, for plots."
         self.marks.append((self.clock(), name))
 
     def __enter__(self): return self.start()
@@ -513,7 +511,7 @@ def sample(self: Sampler) -> Sample:
     if self._begun is None: self._begun = self._ended
     try: s = self.probe()
     except StopIteration: raise
-    except Exception as e:   # recorded and reported, never raised into a training
+    except Exception as e:   # never interrupts a training
         s = Sample(self.clock(), error=f'{type(e).__name__}: {e}')
     with self._lock:
         self._ring.append(s)
@@ -536,7 +534,7 @@ def start(self: Sampler) -> 'Sampler':
 
 @patch
 def stop(self: Sampler):
-    "Stop sampling; does not wait longer than two seconds for a probe."
+    "Stop sampling; waits at most two seconds for a probe."
     thread, self._thread = self._thread, None
     self._stop.set()
     if thread: thread.join(2)
@@ -547,12 +545,12 @@ def _run(self: Sampler, stop):
     while not stop.wait(max(0., due - time.perf_counter())):
         try: self.sample()
         except StopIteration: return
-        due = max(due + self.interval, time.perf_counter())   # missed samples are not made up
+        due = max(due + self.interval, time.perf_counter())   # skips missed samples
 
 # %% ../nbs/base/sampler.ipynb #fbc0d1b0
 @patch
 def summary(self: Sampler) -> dict:
-    "`summarise` of the ring buffer, the number of dropped samples, and the CPU cost as share of a core."
+    "`summarise` of the ring buffer, plus dropped samples and CPU cost as a share of a core."
     samples = self.samples
     wall = self._ended - self._begun if self.taken > 1 else 0.
     return summarise(samples) | dict(interval=self.interval, dropped=self.taken - len(samples),

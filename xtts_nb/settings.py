@@ -23,7 +23,7 @@ from .config import GPTTraining, Section, UserError, XTTSConfig
 # %% ../nbs/base/settings.ipynb #f96a6954
 @cache
 def descriptions(section: type[Section]) -> dict[str, str]:
-    "The comment next to each key of a section, from its source."
+    "The source comment of each key in a section."
     parts = [part for part in section.__mro__ if issubclass(part, Section)]
     lines = [line for part in reversed(parts) for line in inspect.getsource(part).splitlines()]
     matches = (re.match(r'    (\w+): .*?\s# (.+)', line) for line in lines)
@@ -31,11 +31,11 @@ def descriptions(section: type[Section]) -> dict[str, str]:
 
 # %% ../nbs/base/settings.ipynb #6abca684
 def _scalar(value) -> str:
-    "The value of a key, as YAML on one line."
+    "A value as YAML on one line."
     return yaml.safe_dump([value], default_flow_style=True, width=10**6)[1:-2]
 
 def _lines(section: Section, depth: int = 0):
-    "The lines of a section and of the sections in it."
+    "The lines of a section and its subsections."
     comments, pad = descriptions(type(section)), '  ' * depth
     for name, value in section:
         if isinstance(value, Section):
@@ -48,7 +48,7 @@ def _lines(section: Section, depth: int = 0):
         yield f'{line:36}   # {notes}' if notes else line
 
 def commented_yaml(config: XTTSConfig) -> str:
-    "All settings as YAML, each key with its comment from the library."
+    "All settings as YAML, with a comment per key."
     return '\n'.join(_lines(config)).lstrip() + '\n'
 
 # %% ../nbs/base/settings.ipynb #6c249f9f
@@ -86,8 +86,8 @@ _OPTIONS = {   # short name -> key
     'prefetch_buffer_size': 'data.prefetch_buffer_size', 'prefetch_to_gpu': 'data.prefetch_to_gpu',
     'preprocessing_mode': 'data.preprocessing_mode', 'enable_static_shapes': 'data.pad_to_fixed_length'}
 
-def option_keys(options: dict) -> dict:   # {short name or key: value}; a short name with None: not given
-    "The same with keys only; raises `UserError` for a name that is neither."
+def option_keys(options: dict) -> dict:   # {short name or key: value}; None: not given
+    "Options with full keys; raises `UserError` for unknown names."
     given = {name: value for name, value in options.items() if value is not None or '.' in name}
     if 'steps' in given and 'epochs' in given:
         raise UserError('`steps` and `epochs` both say how long; give one of them.')
@@ -101,7 +101,7 @@ def option_keys(options: dict) -> dict:   # {short name or key: value}; a short 
 
 # %% ../nbs/base/settings.ipynb #9250a881
 def parse_assignments(given: Iterable[str]) -> dict:
-    "`KEY=VALUE` as {key: value}, the value read as YAML; raises `UserError` for anything else."
+    "Parse `KEY=VALUE` with YAML values; raises `UserError` for anything else."
     out = {}
     for text in given:
         key, equals, value = text.partition('=')
@@ -116,23 +116,23 @@ def parse_assignments(given: Iterable[str]) -> dict:
 _ENVIRONMENT = {'XTTS_NB_MODE': 'training.gpt.mode', 'XTTS_NB_PRECISION': 'training.gpt.precision'}
 
 def from_environment() -> dict:
-    "`{key: value}` of the settings in the environment."
+    "`{key: value}` from environment variables."
     keys = {key: os.environ[name] for name, key in _ENVIRONMENT.items() if os.environ.get(name)}
     mode = keys.get('training.gpt.mode')   # of every step
     return keys | ({'training.dvae.mode': mode, 'training.decoder.mode': mode} if mode else {})
 
 # %% ../nbs/base/settings.ipynb #1bc4bea1
-_RATES = {   # training.gpt.finetune -> rate of a wide model such as XTTS-v2, of a tiny one, warm-up, schedule
+_RATES = {   # training.gpt.finetune -> rate (wide model such as XTTS-v2, tiny one), warm-up, schedule
     'whole': (5e-6, 1e-4, 0, 'constant'), 'lora': (1e-4, 1e-3, 50, 'cosine'),
     'rows': (1e-3, 1e-3, 50, 'cosine')}
 _RATE_KEYS = 'learning_rate', 'warmup_steps', 'schedule'   # of `training.gpt`
-_SMALL = 512   # width of the GPT below which a model counts as tiny
+_SMALL = 512   # GPT width below which a model is tiny
 
 def rates(
     width: int,            # of the GPT
     finetune: str | None,  # None: a new model
 ) -> dict:                 # {key of `training.gpt`: value}
-    "Rate, warm-up and schedule for what is trained."
+    "Learning rate, warm-up and schedule for the trained weights."
     if finetune is None:
         preset = XTTSConfig.tiny() if width < _SMALL else XTTSConfig.xtts_v2()
         return preset.training.gpt.model_dump(include={*_RATE_KEYS})
@@ -140,7 +140,7 @@ def rates(
     return dict(zip(_RATE_KEYS, (small if width < _SMALL else large, warmup, schedule)))
 
 def usual_rates(training: GPTTraining, *others: GPTTraining) -> bool:
-    "Whether these are rates that nobody chose: those of the defaults, of this table, or of one of `others`."
+    "Whether no rates were chosen: they equal the defaults, this table's, or those of `others`."
     of = lambda section: section.model_dump(include={*_RATE_KEYS})
     usual = [rates(width, kind) for width in (0, _SMALL) for kind in (None, *_RATES)]
     return of(training) in usual + [of(section) for section in (GPTTraining(), *others)]
@@ -148,13 +148,13 @@ def usual_rates(training: GPTTraining, *others: GPTTraining) -> bool:
 # %% ../nbs/base/settings.ipynb #1bc4beba
 @dataclass(frozen=True)
 class Resolved:
-    "The settings of a run, and where the value of each key comes from."
+    "A run's settings, with the source of each value."
     config: XTTSConfig
-    begun: XTTSConfig           # of the preset, cache or run, before any change
+    begun: XTTSConfig           # of preset, cache or run, before changes
     came_from: dict[str, str]   # key -> preset tiny, settings.yaml, environment, options, ...
 
-    def then(self, config: XTTSConfig, names: dict) -> 'Resolved':   # {prefix: where its changes come from}
-        "The same, with what a model to start from changes."
+    def then(self, config: XTTSConfig, names: dict) -> 'Resolved':   # {prefix: source of its changes}
+        "The settings with changes by a base model."
         came_from = {key: next(name for prefix, name in names.items() if key.startswith(prefix))
                      for key in config_diff(self.config, config)}
         return replace(self, config=config, came_from=self.came_from | came_from)
@@ -165,10 +165,10 @@ class Resolved:
 
 def resolve(
     begun: XTTSConfig,
-    origin: str,                # what `begun` is of: a preset, a cache or a run
+    origin: str,                # source of `begun`: a preset, cache or run
     layers: dict[str, dict],    # name -> {key: value}; later ones take precedence
-    file: str | None = None,    # the name of the first layer, if it is a file: checked by itself
-    say: Callable = print,      # receives a line for each other layer that changes something
+    file: str | None = None,    # name of the first layer if a file, which is checked by itself
+    say: Callable = print,      # receives a line per other layer with changes
 ) -> Resolved:
     "Settings by precedence."
     came_from, now = dict.fromkeys(flat(begun.model_dump()), origin), begun
@@ -187,11 +187,11 @@ def resolve(
 
 # %% ../nbs/base/settings.ipynb #6e20f402
 def check_used(
-    begun: XTTSConfig,            # the settings before any change
-    config: XTTSConfig,           # the requested settings
-    always: dict,                 # {key: value} that the command uses instead
-    why: str,                     # the reason and the fix, for the message
-    explicit: Iterable[str] = (), # keys given by an option: refused even with their default
+    begun: XTTSConfig,            # settings before changes
+    config: XTTSConfig,           # requested settings
+    always: dict,                 # {key: value} used by the command instead
+    why: str,                     # reason and fix, for the message
+    explicit: Iterable[str] = (), # keys given as options: rejected even with defaults
 ):
     "Raise `UserError` for the first changed key that has no effect."
     default = flat(XTTSConfig().model_dump())

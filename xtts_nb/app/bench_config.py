@@ -22,13 +22,13 @@ from ..config import XTTSConfig
 
 # %% ../../nbs/app/bench_config.ipynb #c0f1a002
 def _training_process(config, text, codes, folder, threads, updates):
-    "Run by `Peer`: facts of a start, when its first update is done; then of `updates` at a time."
+    "Run by `Peer`: yields facts of the start, then of `updates` updates each."
     import os, resource, time
     marks, usage = [time.perf_counter()], lambda: resource.getrusage(resource.RUSAGE_SELF)
     for name in ('TF_XLA_FLAGS', 'TF_NUM_INTRAOP_THREADS', 'TF_NUM_INTEROP_THREADS'):
         os.environ.pop(name, None)
     from xtts_nb.config import setup_tf, XTTSConfig
-    if folder:   # else TensorFlow stays as it starts
+    if folder:   # else TensorFlow keeps its defaults
         os.chdir(folder)
         setup_tf(threads)
     import tensorflow as tf
@@ -58,7 +58,7 @@ def _training_process(config, text, codes, folder, threads, updates):
 # %% ../../nbs/app/bench_config.ipynb #c0f1a003
 @contextmanager
 def kernel_workspace():
-    "A folder with a `settings.ini` that keeps compiled kernels in `kernels`."
+    "A folder whose `settings.ini` caches compiled kernels in `kernels`."
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, 'settings.ini').write_text('[workspace]\nxla_cache = kernels\n', encoding='utf-8')
         yield Path(folder)
@@ -67,16 +67,16 @@ def start_training(
     config: XTTSConfig,
     text: int,                    # T
     codes: int,                   # S
-    folder: Path | None = None,   # of `settings.ini`; None: TensorFlow stays as it starts
+    folder: Path | None = None,   # of `settings.ini`; None: TensorFlow's defaults
     threads: int | None = None,   # of `setup_tf`
-    updates: int = 10,            # of each answer but the first
+    updates: int = 10,            # per call after the first
 ) -> Peer:
-    "A training in a process of its own: the first call returns loss and seconds of its start."
+    "Training in a child process; the first call returns loss and start-up seconds."
     return Peer(sys.executable, _training_process, config=config.model_dump(), text=text, codes=codes,
                 folder=folder and str(folder), threads=threads, updates=updates, needs='this library')
 
 def _medians(answers: list[dict], names: tuple, digits: int) -> dict:
-    "The medians of the answers of an arm; None where there is no number."
+    "The medians of a variant's answers; None where there is no number."
     return {n: answers[0][n] and round(statistics.median(a[n] for a in answers), digits) for n in names}
 
 # %% ../../nbs/app/bench_config.ipynb #c0f1a004
@@ -86,7 +86,7 @@ def _compare_starts(
     rounds: int = 5,
     progress=None,     # called with (done, total)
 ) -> list[dict]:       # {name, start_s, ratio, spread, imports, model, trace, compile, gpu_gib, loss}
-    "From the start of a process to its first update; the first configured start is not counted."
+    "Time from process start to the first update; the first configured start is not counted."
     answers, running = {'default': [], 'configured': []}, ExitStack()
 
     def start(name, place):
@@ -103,7 +103,7 @@ def _compare_starts(
     return [row | _medians(answers[row['name']][1:], phases, 2) | {'loss': losses[0]} for row in rows]
 
 # %% ../../nbs/app/bench_config.ipynb #c0f1a005
-_HOST_THREADS = 64   # as many as TensorFlow starts in a container on a host of 64 cores
+_HOST_THREADS = 64   # TensorFlow's choice in a container on a 64-core host
 _STEP_ARMS = {'host_threads': (_HOST_THREADS, {}), 'own_threads': (None, {}),   # threads, training settings
               'bfloat16': (None, _ARMS['graph_bf16'])}
 
@@ -111,10 +111,10 @@ def compare_steps(
     config: XTTSConfig, text: int, codes: int,
     folder: Path,        # from `kernel_workspace`
     rounds: int = 5,
-    updates: int = 10,   # of each round
+    updates: int = 10,   # per round
     progress=None,       # called with (done, total)
 ) -> list[dict]:         # {name, step_ms, ratio, spread, cpu_ms, switches, loss}
-    "The step on a thread per core of a large host, on one per core of this process, and in bfloat16."
+    "Time the step with the host's thread count, with one thread per core, and in bfloat16."
     processes, answers = {}, {name: [] for name in _STEP_ARMS}
 
     def run(name):
@@ -126,7 +126,7 @@ def compare_steps(
             changed = config.replace(training={'gpt': training})
             processes[name] = running.enter_context(
                 start_training(changed, text, codes, folder, threads, updates))
-        with ThreadPoolExecutor(2) as pool:   # a start is not measured here
+        with ThreadPoolExecutor(2) as pool:   # start-up is not measured here
             starts = pool.map(lambda process: process(), processes.values())
             losses = {name: start['loss'] for name, start in zip(processes, starts)}
         rows = compare({name: partial(run, name) for name in answers}, 'step_ms', rounds,
@@ -141,10 +141,10 @@ def compare_steps(
 def bench_config(
     config: XTTSConfig, text: int, codes: int,
     rounds: int = 5,
-    updates: int = 10,   # of each round of the step
+    updates: int = 10,   # per round of the step
     progress=None,       # called with (done, total)
 ) -> dict:               # rows of `_compare_starts`, steps of `compare_steps`, kernels (MB kept)
-    "What the settings of TensorFlow bring: at the start of a training, and in each of its steps."
+    "Gain of the TensorFlow settings, at start-up and in each step."
     arms, turns = 2 + len(_STEP_ARMS), rounds + 1
     after = lambda before: progress and (lambda done, _: progress(before + done, arms * turns))
     with kernel_workspace() as folder:

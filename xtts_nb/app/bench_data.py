@@ -28,11 +28,11 @@ class PythonReader(_OnlineReader):
     log_mel = staticmethod(log_mel_numpy)
 
     def load(self, clip, other, start):
-        "One clip and the crop of its reference, by soundfile and NumPy."
+        "One clip and its reference crop, with soundfile and NumPy."
         audio, n, frames = self.audio, self.audio.reference_n_fft, self.plan.data.reference_frames
         wav, voice = (load_audio(self.names[i], audio.sample_rate) for i in (clip, other))
         count = min(frame_count(len(voice)), frames)
-        first = max(start - n // 2 // audio.hop_length, 0)   # the crop's first window begins in this frame
+        first = max(start - n // 2 // audio.hop_length, 0)   # frame of the crop's first window
         crop = voice[first * audio.hop_length:(start + count - 1) * audio.hop_length + n // 2]
         mel, voice = self.log_mel(wav, audio.dvae_n_fft, audio), self.log_mel(crop, n, audio) / self.stats
         voice = voice[start - first + np.arange(frames) % count]
@@ -56,21 +56,21 @@ def readers(
     plan: BatchPlan,
     stats: np.ndarray,        # (C,) mel constants of the DVAE
 ) -> dict[str, Callable]:
-    "The four readers of the same clips: Python, samples only, both mels, the cache."
+    "Four readers of the same clips: Python, samples only, both mels, the cache."
     return {'numpy_function': PythonReader(plan, stats), 'native_wav': WavReader(plan, stats),
             'native': MelReader(plan, stats), 'cache': CacheReader(plan.cache, plan)}
 
 def comparison_plan(cache: Cache) -> BatchPlan:
-    "One shape for all pipelines, and a short buffer, so that no stored batches are measured."
+    "One shape for all pipelines, and a short buffer, so that no buffered batches are measured."
     return BatchPlan(cache, cache.config.data.model_copy(update={'buckets': 1, 'prefetch_buffer_size': 1}))
 
 # %% ../../nbs/app/bench_data.ipynb #80106231
 def _differing_share(x, y, tolerance: float = 0.) -> float:
-    "The share of cells in which two arrays differ; 1 if their shapes differ."
+    "The share of elements in which two arrays differ; 1 if their shapes differ."
     x, y = (np.asarray(a, np.float32 if tolerance else None) for a in (x, y))
     return float(np.mean(np.abs(x - y) > tolerance)) if x.shape == y.shape else 1.
 
-def _refuse_differences(found: dict[str, dict[str, float]]):   # arm -> part -> share that differs
+def _refuse_differences(found: dict[str, dict[str, float]]):   # reader -> part -> share
     "Raise `UserError` if a share exceeds 0.001, or is not 0 for arrays that must be equal."
     wrong = [f'{arm} {part} {share:.2%}' for arm, parts in found.items() for part, share in parts.items()
              if share > (1e-3 if part in ('mel', 'reference', 'codes') else 0)]
@@ -81,7 +81,7 @@ def _refuse_differences(found: dict[str, dict[str, float]]):   # arm -> part -> 
 
 # %% ../../nbs/app/bench_data.ipynb #9d8749a8
 def _with_codes(batch: dict, plan: BatchPlan, encode: Callable) -> dict:
-    "A batch of `PythonReader` with the codes that `encode` makes from its mels."
+    "A `PythonReader` batch with the codes that `encode` computes from its mels."
     lengths = np.asarray(plan.cache.codes_length)[np.asarray(batch['clip'])]
     codes = np.zeros((len(lengths), int(max(width for width, _ in plan.shapes))), np.int32)
     for row, mel, frames, n in zip(codes, batch['mel'], batch['mel_length'], lengths):
@@ -107,7 +107,7 @@ def check_equal(
     encode: Callable,             # mel (1, F, C) -> codes (1, S), of the same DVAE
     arms: dict[str, Callable] | None = None,   # name -> reader; default: all of `readers`
     batches: int = 2,
-) -> dict[str, dict[str, float]]:   # arm -> part of its batch -> share that differs
+) -> dict[str, dict[str, float]]:   # reader -> part of its batch -> share that differs
     "Compare the batches of readers with those of `PythonReader`; raises `UserError` if they differ."
     arms, differences = arms or readers(plan, stats), {}
     sources = [batches_of(reader, plan.data, 0, batches)
@@ -124,12 +124,12 @@ def check_equal(
     return differences
 
 # %% ../../nbs/app/bench_data.ipynb #26f0f596
-# assumed, not measured: the same for all loaders; a faster or slower device changes every AU
+# assumed, not measured; the same for all loaders: another value changes every AU
 _EMULATED_CLIPS_PER_SECOND = 298
 
 # %% ../../nbs/app/bench_data.ipynb #2d6efc4e
 class _Tiled:
-    "A cache whose clips are repeated `times` times; every copy has its own place in memory."
+    "A cache whose clips are repeated `times` times; each copy has its own memory."
     def __init__(self, cache: Cache, times: int):
         self.folder, self.config = cache.folder, cache.config
         self.tokenizer, self.manifest = cache.tokenizer, cache.manifest
@@ -153,11 +153,11 @@ class _Tiled:
 
 # %% ../../nbs/app/bench_data.ipynb #abeb816d
 def _measure_loaders(
-    sources: dict[str, Iterable],    # name -> batches, without end
+    sources: dict[str, Iterable],    # name -> endless batches
     batch_size: int,
-    ahead: dict[str, int],           # name -> batches that it buffers at most
+    ahead: dict[str, int],           # name -> most batches it buffers
     rounds: int = 5,
-    seconds: float = 0.5,            # of a round, about
+    seconds: float = 0.5,            # per round, approximately
     progress=None,                   # called with (done, total)
 ) -> list[dict]:                     # {name, clips_per_s, ratio, spread, au, cv}
     "Compare pipelines, free-running and with the emulated accelerator."
@@ -168,7 +168,7 @@ def _measure_loaders(
         return number * batch_size
 
     def settle(name):
-        "Wait until all buffers are full, so that no other pipeline works meanwhile; then empty this one's."
+        "Wait until all buffers are full, so that no other pipeline is active; then drain this one."
         time.sleep(0.2 + max(refill.values()))
         take(name, ahead[name])
 
@@ -189,14 +189,14 @@ def _measure_loaders(
 
 # %% ../../nbs/app/bench_data.ipynb #cd5f7e6c
 def padding(plan: BatchPlan) -> float:
-    "Share of the positions of an epoch that hold neither a code nor a text token."
+    "Share of an epoch's positions that are padding, neither a code nor a text token."
     room = sum(int(n) * plan.data.batch_size * sum(shape) for n, shape in zip(plan.batches, plan.shapes))
     clips = plan.members.arrays().numpy()
     return 1 - float(plan.cache.codes_length[clips].sum() + plan.cache.text_length[clips].sum()) / room
 
 # %% ../../nbs/app/bench_data.ipynb #4e4217ff
 def _sources(plan: BatchPlan, readers: dict) -> tuple[dict, dict]:
-    "The datasets of some readers, and how many batches each buffers at most."
+    "The datasets of the readers, and the most batches each one buffers."
     ahead = plan.data.prefetch_buffer_size + plan.data.num_workers
     datasets = {name: batches_of(reader, plan.data) for name, reader in readers.items()}
     return datasets, dict.fromkeys(readers, ahead)
@@ -206,7 +206,7 @@ def _data_before_after(
     stats: np.ndarray,        # (C,) mel constants of the DVAE
     rounds: int = 5,
     progress=None,            # called with (done, total)
-    seconds: float = 0.5,     # of a round of each, about
+    seconds: float = 0.5,     # per round and pipeline, approximately
 ) -> list[dict]:              # {name, clips_per_s, ratio, spread, au, cv} of each pipeline
     "Compare the Python loader, the native one and the cache."
     three = readers(plan, stats)
@@ -216,18 +216,18 @@ def _data_before_after(
 
 # %% ../../nbs/app/bench_data.ipynb #984d1a42
 def _fed(dataset: tf.data.Dataset, data: DataConfig, clips_per_s: float, seconds: float) -> float | None:
-    "Batches per second of the fastest emulated accelerator that a pipeline keeps busy, to one decimal."
+    "Highest step rate of an emulated accelerator that a pipeline keeps busy, to one decimal."
     steps = fed_steps(lambda: dataset, 1.5 * clips_per_s / data.batch_size, seconds=seconds)
     return steps and round(steps, 1)
 
 # %% ../../nbs/app/bench_data.ipynb #c95e0b72
 def _watch_loaders(
-    sources: dict[str, Iterable],   # name -> batches, without end
+    sources: dict[str, Iterable],   # name -> endless batches
     batch_size: int,
     seconds: float = 5.,            # of each
     interval: float = 0.1,          # s between two samples
 ) -> dict:                          # device, arms [(s, name)], samples [(s, % busy)]
-    "The use of the emulated accelerator while each pipeline feeds it in turn."
+    "Utilisation of the emulated accelerator while each pipeline feeds it in turn."
     step = batch_size / _EMULATED_CLIPS_PER_SECOND
     device, arms = EmulatedDevice(f'emulated accelerator, {1e3 * step:.0f} ms a step'), []
     running = {name: iter(source) for name, source in sources.items()}
@@ -250,11 +250,11 @@ def _bench_loaders(
     dvae,                                # mel_stats (C,), encode(mel (1, F, C)) -> codes (1, S)
     clips: int = 10_000,                 # copies in memory, at least
     rounds: int = 5,
-    seconds: float = 4.,                 # of a round of each, about
-    others: Callable | None = None,      # (cache, plan, stats, stack) -> more readers, loaders of others
+    seconds: float = 4.,                 # per round and pipeline, approximately
+    others: Callable | None = None,      # (cache, plan, stats, stack) -> other libraries' loaders
     progress=None,                       # called with (done, total)
 ) -> dict:                               # rows, compared, not_compared, swing of `_watch_loaders`
-    """Every pipeline over the same clips; raises `UserError` if they deliver different content.
+    """Measure every pipeline on the same clips; raises `UserError` if their outputs differ.
 
     rows: {name, runs, clips_per_s, ratio, spread, au, cv, padding, steps_per_s}"""
     data, model, stats = cache.config.data, cache.config.model, np.asarray(dvae.mel_stats)
@@ -285,7 +285,7 @@ def _bench_loaders(
 
 # %% ../../nbs/app/bench_data.ipynb #c215b014
 def compared_text(result: dict) -> str:   # of `_bench_loaders`
-    "What was compared before the measurement, and what was not, as text."
+    "Text: which outputs were compared before the measurement, and which were not."
     lines = ['Equal before anything was timed (of mel cells and codes, one in 1,000 may differ):']
     lines += [f'  {arm}: {", ".join(parts)}' for arm, parts in result['compared'].items()]
     lines += [f'  {arm}, not compared: {what}' for arm, what in result['not_compared'].items()]

@@ -36,7 +36,7 @@ def _say_inputs(gpt: GPT, rows: int, tokens: int = 32) -> dict:
             'prompt': tf.constant(prompt, tf.float32)}
 
 def _say_gpts(config: XTTSConfig, text_start: int = 2) -> dict[str, GPT]:
-    "A GPT with random weights that never stops, in each precision."
+    "A GPT with random weights that never emits STOP, in each precision."
     keras.utils.set_random_seed(0)
     gpts = {name: GPT(config, text_start, dtype=POLICIES[name]) for name in ('float32', 'bfloat16')}
     for a, b in zip(gpts['bfloat16'].variables, gpts['float32'].variables): a.assign(b)
@@ -44,7 +44,7 @@ def _say_gpts(config: XTTSConfig, text_start: int = 2) -> dict[str, GPT]:
     return gpts | {'int8': Int8GPT(gpts['float32'])}
 
 def _say_arms(config: XTTSConfig, gpts: dict[str, GPT], codes: int) -> dict:
-    "{name: function of (inputs) -> codes (B, S), states (B, S, D)}, all of them greedy."
+    "{name: function of (inputs) -> codes (B, S), states (B, S, D)}, all greedy."
     loops = {name: tf.function(partial(generate, gpt, max_codes=codes, temperature=0), jit_compile=True,
                                autograph=False)
              for name, gpt in gpts.items()}
@@ -54,7 +54,7 @@ def _say_arms(config: XTTSConfig, gpts: dict[str, GPT], codes: int) -> dict:
     return arms
 
 def _streamed(config: XTTSConfig, gpt: GPT, decoder: HiFiGAN, codes: int, inputs: dict):
-    "A function that speaks the first text as a stream, and returns the samples of each piece."
+    "A function that streams the first text and returns the samples of each piece."
     speaker = SimpleNamespace(
         gpt=gpt, xtts=SimpleNamespace(gpt=gpt, config=config), decoder=decoder, max_codes=codes,
         sample_rate=config.model.decoder.sample_rate, sampling=Sampling(),
@@ -64,12 +64,12 @@ def _streamed(config: XTTSConfig, gpt: GPT, decoder: HiFiGAN, codes: int, inputs
     return lambda: rows.sounds(ids, voice)
 
 # %% ../../nbs/app/bench_say.ipynb #5bed00aa
-_BATCHES = {'batch8': 'float32', 'batch8_int8': 'int8'}   # arms with eight texts, and how the GPT computes
-_STREAM_TEXTS = 5    # the stream is this many times as long
-_ARM_SECONDS = 0.5   # each arm repeats its call for so long, so that short calls are measured as well
+_BATCHES = {'batch8': 'float32', 'batch8_int8': 'int8'}   # variant with eight texts -> GPT precision
+_STREAM_TEXTS = 5    # the stream has this many times the codes
+_ARM_SECONDS = 0.5   # each variant repeats its call this long, so that short calls are timed reliably
 
 def _repeated(run):
-    "A function that repeats `run`, and returns the sum of what it returns."
+    "A function that repeats `run` and sums its results."
     def repeat():
         begin, made = time.perf_counter(), run()
         while time.perf_counter() - begin < _ARM_SECONDS: made += run()
@@ -77,7 +77,7 @@ def _repeated(run):
     return repeat
 
 def _say_rows(timed, firsts: dict[str, list[float]], seconds_per_code: float) -> list[dict]:
-    "Rows of `_say_speed`; the first call of each arm compiled and does not count."
+    "Rows of `_say_speed`; each variant's first call, which compiles, is not counted."
     return [{'name': row['name'], 'tokens_per_s': row['clips_per_s'],
              'rtf': round(arm.per_item / seconds_per_code, 4),
              'first_sound_ms': round(1e3 * statistics.median(firsts[row['name']][1:]), 1),
@@ -92,7 +92,7 @@ def _say_speed(
     others: Callable | None = None,   # (ids of a text, stack) -> {name: () -> {codes, first_s}}
     progress=None,          # called with (done, total)
 ) -> tuple[list[dict], dict]:   # {name, tokens_per_s, rtf, first_sound_ms, ratio, spread}; see below
-    "Speaking with random weights; also `same_codes` {arm: share of the first arm's} and `piece_ms`."
+    "Time speech with random weights; notes: `same_codes` {variant: share} and `piece_ms`."
     gpts, decoder = _say_gpts(config), HiFiGAN(config)
     eight = _say_inputs(gpts['float32'], 8)
     vector = tf.random.stateless_normal((1, config.model.speaker.width), (0, 0))

@@ -30,7 +30,7 @@ from ..speech.stream import Engine
 
 # %% ../../nbs/app/bench_service.ipynb #5bed1011
 def _clients(host: str, port: int, body: str, book: str, rows: int, waves: list[int]):
-    "For each wave (a number of clients): status, seconds to first sound and to the end, of each client."
+    "Per wave (a number of clients), each client's status and seconds to first sound and end."
     import asyncio, time
 
     async def ask(body):
@@ -47,7 +47,7 @@ def _clients(host: str, port: int, body: str, book: str, rows: int, waves: list[
 
     async def newcomer():
         books = [asyncio.create_task(ask(book)) for _ in range(rows)]
-        await asyncio.sleep(3.)   # each row speaks
+        await asyncio.sleep(3.)   # until every row speaks
         answer = await ask(body)
         for task in books: task.cancel()
         await asyncio.gather(*books, return_exceptions=True)
@@ -61,7 +61,7 @@ def _load_row(
     clients: int,
     waves: list[list],   # of (status, seconds to the first sound, seconds to the end)
 ) -> dict:
-    "What clients that come together met; raises `UserError` for any other status."
+    "Statistics of simultaneous clients; raises `UserError` for an unexpected status."
     answers = [answer for wave in waves for answer in wave]
     spoken, refused, late = ([a for a in answers if a[0] == status] for status in (200, 429, 503))
     if len(spoken) + len(refused) + len(late) < len(answers) or not spoken:
@@ -78,11 +78,11 @@ def _load_row(
 
 # %% ../../nbs/app/bench_service.ipynb #5bed1015
 _LOAD_TEXT = 'The quick brown fox jumps over the lazy dog.'
-_CLIENTS = 1, 0, 8, 32, 200   # 0: one client while each row speaks a long text
-_ONE_CLIENT_WAVES = 8         # a single client comes so much more often, for its p99
+_CLIENTS = 1, 0, 8, 32, 200   # 0: one client while every row speaks a long text
+_ONE_CLIENT_WAVES = 8         # more rounds for a single client, for its p99
 
-def _load_speaker(model: str | Path | None = None) -> tuple[Speaker, str]:   # and what it is
-    "The speaker of a model; without one, of a small one that never stops."
+def _load_speaker(model: str | Path | None = None) -> tuple[Speaker, str]:   # and its description
+    "A speaker for a model; default: a small model that never emits STOP."
     if model:
         xtts = XTTS.load(model)
         gpt = xtts.config.model.gpt
@@ -98,7 +98,7 @@ def _load_speaker(model: str | Path | None = None) -> tuple[Speaker, str]:   # a
 
 @contextmanager
 def _served(service):   # a `SpeechService`
-    "The service on a free port, in a thread; its port."
+    "Context manager: runs the service in a thread, yields its free port."
     from xtts_nb.speech.serve import serve
     urls = queue.Queue()
     thread = threading.Thread(target=serve, args=[service], daemon=True, kwargs={
@@ -114,13 +114,13 @@ def _service_load(
     speaker: Speaker,
     text: str = _LOAD_TEXT,
     clients: tuple[int, ...] = _CLIENTS,
-    rounds: int = 5,        # waves of each number of clients
+    rounds: int = 5,        # waves per number of clients
     rows: int = 8,
     queue: int = 64,
     progress=None,          # called with (done, total)
 ) -> list[dict]:            # of `_load_row`
-    "The service of a speaker under load, warm."
-    from xtts_nb.speech.serve import SpeechService   # needs the packages of the extra `serve`
+    "Measure a speaker's service under load, after a warm-up."
+    from xtts_nb.speech.serve import SpeechService   # needs the extra `serve`
     engine, voice = Engine(speaker, rows), speaker.listen(synthetic_voice(2.))
     engine.warm_up(voice)
     body, book = (json.dumps({'input': (text + ' ') * n, 'voice': 'a', 'response_format': 'pcm'})

@@ -12,7 +12,7 @@ from ..report import AFTER, BEFORE, BETWEEN
 
 # %% ../../nbs/app/charts.ipynb #dd07fdcf
 def _axes(title: str, width: float, height: float, **settings):
-    "A figure with light axes under a title."
+    "A titled figure with light axes."
     fig = Figure(figsize=(width, height), layout='constrained')
     ax = fig.add_subplot(**settings)
     ax.spines[['top', 'right']].set_visible(False)
@@ -24,7 +24,7 @@ def plot_before_after(
     rows: list[dict],   # {name, clips_per_s or step_ms, ratio, spread}
     title: str,
 ) -> Figure:
-    "A bar for each arm: its speed relative to the first, on a logarithmic scale, with its spread."
+    "A bar per variant: speed relative to the first, on a logarithmic scale, with its spread."
     height = 0.62 + 0.36 * len(rows)
     fig, ax = _axes(title, 6.4, height, xscale='log', xlabel='speed relative to the first')
     ratios = [r['ratio'] for r in rows]
@@ -54,7 +54,7 @@ def plot_losses(
     fig, ax = _axes(title, 6.4, 2.3, xlabel='updates', ylabel='cross-entropy')
     for (name, values), colour in zip(curves.items(), (AFTER, BEFORE, BETWEEN)):
         ax.plot(steps, values, color=colour, lw=1.4, label=name)
-    ax.update_datalim([(steps[0], 0)])   # first, so that the margin at the top is one of the whole height
+    ax.update_datalim([(steps[0], 0)])   # first, so that the top margin is relative to the full height
     ax.autoscale_view()
     ax.set_ylim(bottom=0)
     ax.grid(axis='y', color='#e6e6e6', lw=0.7)

@@ -27,16 +27,16 @@ from ..train.step import random_batch, step_modes
 
 # %% ../../nbs/app/check.ipynb #36bdfba1
 class _Skipped(Exception):
-    "A check that is not possible here; the message says why."
+    "Raised by a check that cannot run here; the message says why."
 
 class StepTrial:
-    "The training step in each mode, and what the checks need of it."
+    "The training step in each mode, with the data that the checks need."
     def __init__(
         self,
         config: XTTSConfig,
         text_length: int = 40,            # tokens
         code_length: int = 60,            # audio codes
-        probe: Callable | None = None,    # makes the probe of the GPUs; default: NVML
+        probe: Callable | None = None,    # returns a GPU probe; default: NVML
         make_steps: Callable = step_modes,
     ):
         self.config = config.replace(training={'gpt': {'learning_rate': 1e-3, 'warmup_steps': 0,
@@ -48,7 +48,7 @@ class StepTrial:
     def steps(self) -> dict: return self.make_steps(self.config, 5)
 
     def losses(self, mode: str, updates: int = 3) -> list[float]:
-        "Of the next few updates in a mode."
+        "Losses of the next few updates in a mode."
         step, batch = self.steps[mode], to_device(self.batch)
         return [float(step(batch, tf.constant(i))['loss']) for i in range(updates)]
 
@@ -60,7 +60,7 @@ class StepTrial:
 
 # %% ../../nbs/app/check.ipynb #a31daf3f
 def _check_mode(trial: StepTrial, mode: str) -> str:
-    "A compiled mode is traced once, and its losses are those of the operations computed one by one."
+    "Check that a compiled mode is traced once and has the losses of eager execution."
     losses = trial.losses(mode)
     traces = trace_count(trial.steps[mode])
     assert traces == 1, f'{traces} traces for {len(losses)} updates of one shape'
@@ -69,11 +69,11 @@ def _check_mode(trial: StepTrial, mode: str) -> str:
     return f'1 trace for {len(losses)} updates, losses within {difference:.0e} of those of single operations'
 
 def _check_graph(trial: StepTrial) -> str:
-    "The step as a graph."
+    "Check the step as a `tf.function`."
     return _check_mode(trial, 'graph')
 
 def _check_xla(trial: StepTrial) -> str:
-    "The step compiled by XLA as a whole."
+    "Check the step compiled as one XLA program."
     with redirect_stderr(io.StringIO()) as stderr: result = _check_mode(trial, 'xla')
     reasons = [*stderr.getvalue().splitlines(), 'XLA does not compile the step']
     assert trial.steps['xla'].xla, reasons[0]
@@ -81,12 +81,12 @@ def _check_xla(trial: StepTrial) -> str:
 
 # %% ../../nbs/app/check.ipynb #5d06f0c3
 def _no_gpu_reason() -> str | None:
-    "Why this process has no GPU; `None` if the driver has one for it."
+    "Why this process has no GPU; `None` if the driver offers one."
     try: nvml_probe()
     except UserError as e: return str(e).partition(';')[0]
 
 def _check_placement(trial: StepTrial) -> str:
-    "Weights, moments, batch and losses are on the GPU."
+    "Check that weights, moments, batch and losses are on the GPU."
     if not tf.config.list_logical_devices('GPU'):
         if reason := _no_gpu_reason(): raise _Skipped(f'no GPU ({reason})')
         raise AssertionError('the driver has a GPU, TensorFlow sees none: '
@@ -102,7 +102,7 @@ def _check_placement(trial: StepTrial) -> str:
 
 # %% ../../nbs/app/check.ipynb #0f4208c7
 def _check_training(trial: StepTrial, updates: int = 10) -> str:
-    "Updates change the weights, and the loss falls."
+    "Check that updates change the weights and lower the loss."
     step, batch = trial.best, to_device(trial.batch)
     before = [v.numpy() for v in step.step.weights]
     losses = trial.losses('xla' if step is trial.steps['xla'] else 'graph', updates)
@@ -120,7 +120,7 @@ def _check_training(trial: StepTrial, updates: int = 10) -> str:
 
 # %% ../../nbs/app/check.ipynb #819346c7
 def _check_monitoring(trial: StepTrial) -> str:
-    "Utilisation and memory of every GPU can be read while the step runs."
+    "Check that every GPU's utilisation and memory can be read while the step runs."
     try: sampler = Sampler(trial.probe(), interval=0.05, say=lambda line: None)
     except UserError as e:
         if tf.config.list_logical_devices('GPU'):
@@ -137,7 +137,7 @@ def _check_monitoring(trial: StepTrial) -> str:
 
 # %% ../../nbs/app/check.ipynb #aebad540
 def stress(trial: StepTrial, seconds: float, probe: Callable | None = None) -> str:
-    "Run the step for `seconds`; its speed, and the utilisation of the devices meanwhile."
+    "Run the step for `seconds`; returns its speed and the devices' utilisation."
     step, batch = trial.best, to_device(trial.batch)
     traces, updates, skipped = trace_count(step), 0, tf.constant(0.)
     with Sampler(probe or best_probe(lambda line: None), say=lambda line: None) as sampler:
@@ -146,7 +146,7 @@ def stress(trial: StepTrial, seconds: float, probe: Callable | None = None) -> s
             for _ in range(10):
                 skipped += step(batch, tf.constant(updates))['skipped']
                 updates += 1
-            failed = float(skipped)   # waits for the device: updates must not queue up beyond the end
+            failed = float(skipped)   # waits for the device: no queued updates at the end
         spent = time.perf_counter() - start
     assert not failed, f'{failed:.0f} of {updates} updates had a loss or gradient that is not finite'
     assert trace_count(step) <= max(traces, 1), f'the step was traced {trace_count(step)} times'
@@ -161,23 +161,23 @@ _CHECKS = {'@tf.function compilation': _check_graph, 'XLA JIT': _check_xla, 'GPU
 
 def run_checks(
     trial: StepTrial,
-    stress_seconds: float = 0,   # of the sixth check; 0 leaves it out
+    stress_seconds: float = 0,   # of the sixth check; 0: skip it
     progress=None,               # called with (done, total, name)
 ) -> list[dict]:                 # {name, result, reason}
-    "PASSED, FAILED or SKIPPED for each check, in turn; a check that raises an error has failed."
+    "PASSED, FAILED or SKIPPED for each check; a check that raises an error has failed."
     checks = _CHECKS | ({'Stress': lambda t: stress(t, stress_seconds)} if stress_seconds else {})
     rows = []
     for name, check in checks.items():
         if progress: progress(len(rows), len(checks), name)
         try: result, reason = 'PASSED', check(trial)
         except _Skipped as e: result, reason = 'SKIPPED', str(e)
-        except Exception as e: result, reason = 'FAILED', _error_line(e)   # the next check is made
+        except Exception as e: result, reason = 'FAILED', _error_line(e)   # go to the next check
         rows.append({'name': name, 'result': result, 'reason': reason})
     if progress: progress(len(rows), len(checks), name)
     return rows
 
 def _error_line(error: Exception) -> str:
-    "The line of an error message that names the cause: the first; the last if the error comes from a graph."
+    "The line of an error message that names the cause: the first, or for a graph error the last."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1] if lines[0].startswith('in user code') else lines[0]
 
@@ -187,7 +187,7 @@ def checks_text(rows: list[dict]) -> str:
 
 # %% ../../nbs/app/check.ipynb #b3f09c12
 def _gpu_programs(trial: StepTrial) -> dict:   # {name: what `preflight` takes}
-    "The programs that a GPU runs for these settings; they are traced, and not compiled."
+    "The GPU programs for these settings, traced but not compiled."
     step, config = trial.steps['xla'], trial.config
     gpt, dvae, given = step.step.gpt, DVAE(config), trial.batch
     finish = tf.function(lambda batch: finish_batch(batch, dvae, config), jit_compile=True, autograph=False)
@@ -197,7 +197,7 @@ def _gpu_programs(trial: StepTrial) -> dict:   # {name: what `preflight` takes}
             'speech': (speak, given['text'][:1], given['text_length'][:1], prompt)}
 
 def _sounds(batch: dict, config: XTTSConfig) -> dict:
-    "The shapes of a batch of samples with as many codes as `batch`."
+    "Shapes of a batch of samples with as many codes as `batch`."
     (B, S), audio, dvae = batch['codes'].shape, config.model.audio, config.model.dvae
     frames = S * dvae.frames_per_code
     samples = lambda n: tf.TensorSpec((B, n * audio.hop_length))
@@ -208,12 +208,12 @@ def _sounds(batch: dict, config: XTTSConfig) -> dict:
 # %% ../../nbs/app/check.ipynb #b3f09c13
 @_products_in_tf32(False)
 def preflight_rows(trial: StepTrial) -> list[dict]:   # program, and the fields of `_Obstacle`
-    "What a GPU could not do in the programs of this library, or only slowly."
+    "Operations in this library's programs that a GPU cannot run, or only slowly."
     return [{'program': name} | o.to_dict() for name, program in _gpu_programs(trial).items()
             for o in preflight(*program)]
 
 def preflight_text(rows: list[dict]) -> str:
-    "A line for each."
+    "A line per row."
     fields = _Obstacle.__dataclass_fields__
     lines = [f'{row["program"]}: {_Obstacle(**{f: row[f] for f in fields}).line}' for row in rows]
     return '\n'.join(['Operations that a GPU would not run, or only slowly (not a problem of this machine):',

@@ -23,10 +23,10 @@ def _demo(
     out: option(Path, 'Folder for all results.') = Path('runs/demo'),
     steps: option(int | None, 'Updates of the GPT; default: from the preset.', min=1) = None,
     seed: option(int | None, 'Seed of all random draws; default: 0.', min=0) = None,
-    seeds: option(int | None, 'Number of seeds, for scores only; continues after a stop.', min=1) = None,
+    seeds: option(int | None, 'Number of seeds, for scores only; resumes after a stop.', min=1) = None,
     record: Record = False,
 ):
-    "Run everything from nothing: corpus, DVAE, cache, both comparisons, training, speech, report."
+    "Run everything from scratch: corpus, DVAE, cache, both comparisons, training, speech, report."
     from xtts_nb.config import UserError, XTTSConfig
     if seeds and seed is not None:
         raise UserError(f'demo: --seeds {seeds} runs the seeds 0 to {seeds - 1}; leave out --seed.')
@@ -69,8 +69,8 @@ def _demo_text(result: dict) -> str:
 
 # %% ../../nbs/app/cli.ipynb #e2c0ffee
 @command('notebooks', panel='Begin', example='pages')
-def _notebooks(folder: argument(Path, 'A new folder for the pages.')):
-    "Copy the pages of this version into a folder, to be opened in JupyterLab."
+def _notebooks(folder: argument(Path, 'A new folder for the notebooks.')):
+    "Copy this version's notebooks into a folder, to open in JupyterLab."
     import shutil
     from xtts_nb.config import UserError
     from xtts_nb.files import atomic_folder, read_json, write_json
@@ -84,7 +84,7 @@ def _notebooks(folder: argument(Path, 'A new folder for the pages.')):
         (part / 'benchmarks').mkdir(exist_ok=True)
         for record in records.glob('*.json'): shutil.copy(record, part / 'benchmarks')
         copies = list(part.rglob('*.ipynb'))
-        for page in copies:   # the cell that exports the library works in the repository alone
+        for page in copies:   # the export cell works only in the repository
             notebook = read_json(page)
             notebook['cells'] = [c for c in notebook['cells'] if 'nbdev_export' not in ''.join(c['source'])]
             write_json(page, notebook)
@@ -94,7 +94,7 @@ def _notebooks(folder: argument(Path, 'A new folder for the pages.')):
     return {'folder': str(folder), 'notebooks': len(copies)}, text
 
 # %% ../../nbs/app/cli.ipynb #ab12c0de
-# here: the groups of --help are in this order
+# imported here because --help lists the groups in this order
 from . import cli_data, cli_train, cli_speak, cli_bench
 
 # %% ../../nbs/app/cli.ipynb #d08eb5e8
@@ -106,7 +106,7 @@ def _convert_from_coqui(
                      **FOLDER),
     out: argument(Path, 'A new folder for the model.'),
 ):
-    "Convert a checkpoint of coqui-tts into a model; no code in it is run."
+    "Convert a coqui-tts checkpoint into a model, without running any code in it."
     from xtts_nb.models.convert import from_coqui
     with progress() as tell: result = from_coqui(folder, out, partial(tell, 'write the tensors'))
     text = f'{out}: {result["tensors"]} tensors, {result["text_tokens"]} text tokens'
@@ -114,10 +114,10 @@ def _convert_from_coqui(
 
 @command('to-coqui', group=convert_app, example='for-coqui --model runs/mine')
 def _convert_to_coqui(
-    out: argument(Path, 'A new folder for the files of coqui-tts.'),
+    out: argument(Path, 'A new folder for the coqui-tts files.'),
     folder: _ModelFolder,
 ):
-    "Write a model as files that coqui-tts loads."
+    "Write a model in the format of coqui-tts."
     from xtts_nb.models.convert import to_coqui
     with progress() as tell:
         tell('write the tensors', 0, 1)
@@ -129,14 +129,14 @@ def _convert_to_coqui(
 @command('add-language', panel='Train',
          example='models/fa --model models/xtts --language fa --texts fa.txt')
 def _add_language(
-    out: argument(Path, 'A new folder for the grown model.'),
+    out: argument(Path, 'A new folder for the extended model.'),
     folder: _ModelFolder,
     language: option(str, 'Code of the new language, such as fa.'),
     texts: option(Path, 'Text file in that language, one sentence per line.', **EXISTS),
     tokens: option(int, 'New tokens; default: the tag and the missing characters.', min=0) = 0,
     seed: option(int, 'Seed for the new rows.', min=0) = 0,
 ):
-    "Add the letters of a language to a model; its existing weights stay unchanged."
+    "Add a language's characters to a model; existing weights do not change."
     start()
     from xtts_nb.train.finetune import grow_folder, read_texts
     lines = read_texts(texts)
@@ -154,11 +154,11 @@ _speed = partial(command, panel='Speed')
 @_speed('monitor', example='--duration 60')
 def _monitor(
     duration: option(float | None, 'Seconds to run; default: until Ctrl-C.', min=0) = None,
-    interval: option(float, 'Seconds between two samples.', min=0.01) = 1.0,
+    interval: option(float, 'Seconds between samples.', min=0.01) = 1.0,
     log_file: option(Path | None, 'Write samples to a new .jsonl or .csv file.') = None,
-    log: option(bool, 'Write them to a .jsonl file named after the time.', '--log') = False,
+    log: option(bool, 'Write samples to a .jsonl file named after the time.', '--log') = False,
 ):
-    "Show the utilisation of the GPUs (or of the CPU, if there is none) live, and a summary at the end."
+    "Show live utilisation of the GPUs (or of the CPU, if there is none), and a summary at the end."
     from rich.console import Console
     from xtts_nb.monitor.live import monitor, _summary_lines
     if log and not log_file: log_file = Path(f'monitor-{datetime.now():%Y%m%d-%H%M%S}.jsonl')
@@ -169,7 +169,7 @@ def _monitor(
 @app.command('profile', rich_help_panel='Speed', epilog=shown('profile', app, '--data cache/mine'))
 def _profile_step(
     data: option(Path | None, 'Cache to take batches from; default: random batches.', **FOLDER) = None,
-    preset: option(str | None, 'Sizes of the model: tiny or xtts_v2; default: those of the cache, else '
+    preset: option(str | None, 'Model size: tiny or xtts_v2; default: that of the cache, else '
                                'tiny.') = None,
     config: Settings = None,
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
@@ -186,7 +186,7 @@ def _profile_step(
 
 # %% ../../nbs/app/cli.ipynb #0a2b4e42
 def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str]:
-    "Profile one step: the result, also written to `folder`, and its text."
+    "Profile one step; returns the result, also written to `folder`, and its text."
     from xtts_nb.data.cache import Cache
     cache = Cache(data, in_memory=False) if data else None
     settings = load_settings(preset or 'tiny', config) if preset or config or not cache else cache.config
@@ -212,7 +212,7 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     with progress() as tell:
         result = profile(update, batch, settings.training.gpt, folder / 'trace', rounds, batches,
                          lambda name: tell(name, 0, 1))
-    write_json(folder / 'profile.json', result)   # first: it tells whose the page is
+    write_json(folder / 'profile.json', result)   # first: it marks the page as ours
     page = write_page(result, folder / 'profile.html')
     return result | {'page': str(page)}, f'{profile_text(result)}\nThe page: {page}'
 
@@ -224,7 +224,7 @@ def _refuse_with_dual(**options):
     if given_too: raise UserError(f'profile --dual: does not use {given_too}; leave it out.')
 
 def _profile_dual(data, folder: Path) -> tuple[dict, str]:
-    "Profile the stages on two devices: the result, and its text."
+    "Profile the stages on two devices; returns the result and its text."
     from xtts_nb.config import UserError
     if not data: raise UserError('profile --dual: needs a runtime cache; name it with --data CACHE.')
     devices = start(two=True)
@@ -244,11 +244,11 @@ def _diagnose(
     script: argument(list[str] | None, 'Your training script, its arguments after --; default: the training '
                      'of this library.') = None,
     config: Settings = None,
-    data: option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.',
+    data: option(Path | None, "Cache; default: the workspace's, else synthetic clips.",
                  **FOLDER) = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,
-    batch_size: option(int | None, 'Clips of a batch; default: from the settings.', min=1) = None,
-    num_batches: option(int, 'Batches in each round of measurements.', min=8) = 24,
+    batch_size: option(int | None, 'Clips per batch; default: from the settings.', min=1) = None,
+    num_batches: option(int, 'Batches per round of measurements.', min=8) = 24,
     seconds: option(float, 'Seconds for all measurements, approximately.', min=1) = 40.,
     apply: option(bool, 'Try the fixes one by one, keep the faster ones, measure again.',
                   '--apply') = False,
@@ -266,7 +266,7 @@ def _diagnose(
 
 # %% ../../nbs/app/cli.ipynb #975587b5
 def _diagnosed_script(script: list[str], seconds: float, *others) -> tuple[dict, str]:
-    "What slows a script, which runs as it would without us; what it prints goes to stderr."
+    "Diagnose a script as it runs; its output goes to stderr."
     from contextlib import redirect_stdout
     from xtts_nb.config import UserError
     if any(others):
@@ -284,7 +284,7 @@ def _diagnosed_script(script: list[str], seconds: float, *others) -> tuple[dict,
 
 # %% ../../nbs/app/cli.ipynb #9f5ad44b
 def _diagnosed(config, data, out, batch_size, batches, seconds, apply, change_learning) -> tuple[dict, str]:
-    "The diagnosis of a training and, with `apply`, settings that are faster: the result, and its text."
+    "Diagnose a training and, with `apply`, find faster settings; returns the result and its text."
     from xtts_nb.app.myxtts import _load_config
     requested = _load_config(config, to_stderr) if config else None
     start()
@@ -300,7 +300,7 @@ def _diagnosed(config, data, out, batch_size, batches, seconds, apply, change_le
     return found, _fixed_text(found, out)
 
 def _fixed_text(found: dict, out: Path | None) -> str:
-    "What was changed, and what it gained when it was measured once more."
+    "Text: the changes, and their gain in a second measurement."
     lines = [f'{out}: {change}' if out else change for change in found['changes']] or ['Nothing was changed.']
     if found['changes']:
         unclear = '' if found['verified'] else ', which is not clearly faster'
@@ -313,7 +313,7 @@ def _check(
     stress_duration: option(float, 'Seconds of extra training under load; 0: none.', min=0) = 0.,
     preset: Preset = 'tiny',
 ):
-    "Run five checks of the training step: PASSED, FAILED or SKIPPED, and why; exit code 1 if one failed."
+    "Run five checks of the training step: PASSED, FAILED or SKIPPED. Exit code 1 if one fails."
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
@@ -334,10 +334,10 @@ def _check(
 @_speed('report', example='--out report.md')
 def _report(
     out: option(Path | None, 'New Markdown file; default: print it.') = None,
-    seconds: option(float, 'Seconds for the step before and for the one after.', min=0.1) = 5.,
+    seconds: option(float, 'Seconds per measurement, before and after.', min=0.1) = 5.,
     preset: Preset = 'tiny',
 ):
-    "Write the information for a bug report: machine, utilisation before and after, checks, records."
+    "Collect the information for a bug report: machine, utilisation, checks, records."
     from xtts_nb.config import UserError, XTTSConfig
     if out and out.exists(): raise UserError(f'{out}: exists already; name a new file.')
     config = XTTSConfig.preset(preset)

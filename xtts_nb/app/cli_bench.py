@@ -16,17 +16,17 @@ from .terminal import (
 # %% ../../nbs/app/cli_bench.ipynb #a9ef203d
 def _data_speed(
     corpus: Path,
-    clips: int,       # distinct ones in memory, at least
+    clips: int,       # least number of distinct ones in memory
     rounds: int,
     tell,             # of `progress`
     others=None,      # of `_bench_loaders`
-) -> dict:            # of `_bench_loaders`, and the corpus in words
-    "Measure the data pipelines on a corpus, at the sizes of the released model."
+) -> dict:            # of `_bench_loaders`, with a description of the corpus
+    "Measure the data pipelines on a corpus, with the sizes of the released model."
     from xtts_nb.config import DataConfig
     from xtts_nb.models.dvae import load_dvae
     from xtts_nb.app.bench_data import _bench_loaders
     from xtts_nb.train.caches import _temporary_cache
-    sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
+    sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # of the released model
     with _temporary_cache(corpus, tell, sizes) as cache:
         dvae = load_dvae(cache.folder / 'dvae.safetensors', cache.config)
         result = _bench_loaders(cache, dvae, clips, rounds, others=others, progress=partial(tell, 'measure'))
@@ -42,7 +42,7 @@ def _bench_data(
     rounds: Rounds = 7,
     record: Record = False,
 ):
-    "Clips per second of each pipeline, and the step rate of an emulated accelerator that it keeps busy."
+    "Measure each pipeline's clips per second and the step rate that it can sustain."
     start()
     from xtts_nb.app.bench_data import compared_text
     with progress() as tell: result = _data_speed(data, clips, rounds, tell)
@@ -56,7 +56,7 @@ _Heads = option(int, 'Attention heads of the GPT.', min=1)
 _Rows = option(int, 'Clips of a batch.', min=1)
 
 def _sized(layers: int, width: int, heads: int, batch_size: int):
-    "The settings of XTTS-v2 with another size of the GPT and of the batch."
+    "The settings of XTTS-v2 with other GPT and batch sizes."
     from xtts_nb.config import XTTSConfig
     sizes = {'num_layers': layers, 'hidden_dim': width, 'num_heads': heads}
     return XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
@@ -65,12 +65,12 @@ def _sized(layers: int, width: int, heads: int, batch_size: int):
     'Sizes': 'layers width heads batch_size text_tokens codes'})
 def _bench_train(
     layers: _Layers = 8, width: _Width = 512, heads: _Heads = 8, batch_size: _Rows = 4,
-    text_tokens: option(int, 'Text tokens of each clip.', min=1, max=400) = 120,
-    codes: option(int, 'Audio codes of each clip.', min=1, max=603) = 220,
+    text_tokens: option(int, 'Text tokens per clip.', min=1, max=400) = 120,
+    codes: option(int, 'Audio codes per clip.', min=1, max=603) = 220,
     rounds: Rounds = 7,
     record: Record = False,
 ):
-    "Milliseconds of a training step in each mode, its MFU, its AU in the loop and its first call."
+    "Measure a training step in each mode: milliseconds, MFU, AU in the loop, and the first call."
     config = _sized(layers, width, heads, batch_size)
     start()
     from xtts_nb.app.speed import step_speed
@@ -85,15 +85,15 @@ def _bench_train(
 # %% ../../nbs/app/cli_bench.ipynb #c0f1c001
 @command('config', group=bench_app, example='--rounds 3')
 def _bench_config(
-    width: option(int, 'Width of the tiny model; a multiple of 64.', min=64) = 192,
+    width: option(int, 'Hidden size of the tiny model; a multiple of 64.', min=64) = 192,
     batch_size: _Rows = 4,
-    text_tokens: option(int, 'Text tokens of each clip.', min=1, max=200) = 40,
-    codes: option(int, 'Audio codes of each clip.', min=1, max=256) = 60,
-    updates: option(int, 'Updates timed in each round.', min=1) = 10,
+    text_tokens: option(int, 'Text tokens per clip.', min=1, max=200) = 40,
+    codes: option(int, 'Audio codes per clip.', min=1, max=256) = 60,
+    updates: option(int, 'Updates timed per round.', min=1) = 10,
     rounds: Rounds = 5,
     record: Record = False,
 ):
-    "Time to the first update, by default and with setup_tf; a step on 64 threads and on one per core."
+    "Measure the time to the first update with and without setup_tf, and a step with 64 threads."
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.tiny(width).replace(data={'batch_size': batch_size})
     start()
@@ -111,12 +111,12 @@ def _bench_config(
 # %% ../../nbs/app/cli_bench.ipynb #20aa1002
 @command('model', group=bench_app, example='--batches 12')
 def _bench_model(
-    batches: option(int, 'Batches of the sequence, nearly each of another shape.', min=2) = 12,
+    batches: option(int, 'Batches in the sequence, almost all of different shapes.', min=2) = 12,
     batch_size: _Rows = 16,
     rounds: Rounds = 5,
     record: Record = False,
 ):
-    "Milliseconds of masks and losses row by row and at once, and of a forward pass at changing shapes."
+    "Time masks and losses in a loop and vectorised, and a forward pass with changing shapes."
     start()
     measure = from_checkout('model', 'bench model').model_speed
     with progress() as tell: rows = measure(batches, batch_size, rounds, tell)
@@ -127,13 +127,13 @@ def _bench_model(
 # %% ../../nbs/app/cli_bench.ipynb #9cc53690
 @command('dual', group=bench_app, example='--data cache/runtime')
 def _bench_dual(
-    data: option(Path | None, 'A runtime cache, to measure its real stages.', **FOLDER) = None,
-    steps: option(int, 'Batches of each measurement.', min=3) = 60,
+    data: option(Path | None, 'Runtime cache whose stages to measure.', **FOLDER) = None,
+    steps: option(int, 'Batches per measurement.', min=3) = 60,
     rounds: Rounds = 3,
     devices=None,
     record: Record = False,
 ):
-    "Batches per second with sequential and overlapped stages, against the rate of the slowest stage."
+    "Measure batches per second with sequential and overlapped stages, and of the slowest stage."
     from xtts_nb.config import UserError
     ring = devices.pop('buffer_size', None)
     if devices and not data:
@@ -158,7 +158,7 @@ def _bench_dual(
     return {'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows))
 
 # %% ../../nbs/app/cli_bench.ipynb #5a7b0c12
-_SAY_CODES = 64   # of each text, 3 s of sound
+_SAY_CODES = 64   # per text, 3 s of sound
 
 @command('say', group=bench_app, example='--rounds 3')
 def _bench_say(
@@ -166,19 +166,19 @@ def _bench_say(
     rounds: Rounds = 5,
     record: Record = False,
 ):
-    """Codes per second of speaking, sound included, with random weights and 64 codes for each text.
+    """Measure codes per second of speech, sound included; random weights, 64 codes per text.
 
-    naive: the whole prefix for each code; left out for xtts_v2, where it takes minutes
-    float32: a cache of keys and values in one compiled loop
+    naive: recomputes the whole prefix for each code; not run for xtts_v2, where it takes minutes
+    float32: a key-value cache in one compiled loop
     bfloat16: the same, with GPT and decoder in bfloat16
     int8: the same, with int8 weights in the GPT and the decoder in bfloat16
     batch8: as float32, with eight texts at once
     batch8_int8: as int8, with eight texts at once
-    stream: as float32, in chunks, each turned into sound at once; 320 codes
+    stream: as float32, decoded chunk by chunk; 320 codes
 
     tokens_per_s: codes of all texts per second; real time is 21.5
-    rtf: seconds of computing per second of sound
-    first_sound_ms: from the call to the sound of the first text, or to its first piece
+    rtf: real-time factor, seconds of computation per second of sound
+    first_sound_ms: from the call to the sound of the first text, or its first piece
     ratio: tokens_per_s relative to the first row
 
     xtts_v2 holds two GPTs of 1.6 GB each, and compiles for minutes first."""
@@ -199,17 +199,17 @@ def _bench_say(
 # %% ../../nbs/app/cli_bench.ipynb #5a7b0c21
 @command('service', group=bench_app, example='--model runs/mine')
 def _bench_service(
-    model: option(Path | None, 'Folder of a model or of a run; default: a small one, random weights.',
+    model: option(Path | None, 'Folder of a model or of a run; default: small, random weights.',
                   **MODEL) = None,
-    text: option(str | None, 'What each client asks for; default: a sentence with all letters.') = None,
-    waves: option(int, 'Rounds for each number of clients.', min=1) = 5,
+    text: option(str | None, 'Text of each request; default: a sentence with all letters.') = None,
+    waves: option(int, 'Rounds per number of clients.', min=1) = 5,
     record: Record = False,
 ):
-    """Time to first audio for 1, 8, 32 and 200 simultaneous clients, with 8 rows and a queue of 64.
+    """Measure time to first audio for 1, 8, 32 and 200 simultaneous clients; 8 rows, queue of 64.
 
     a newcomer: one client while every row speaks a long text
-    first_p50_ms, first_p99_ms: from the connection to the first sound, of the clients that were admitted
-    admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
+    first_p50_ms, first_p99_ms: from the connection to the first sound, for admitted clients
+    admitted, refused, late: responses with sound, with status 429, with 503 (no row in time)
     refused_p99_ms: until a client receives its rejection"""
     start()
     from xtts_nb.app.bench_service import _load_speaker, _LOAD_TEXT, _service_load
@@ -226,12 +226,12 @@ def _bench_service(
 def _bench_diagnose(
     cases: argument(list[str] | None, 'Cases to run, by their folders; default: all.') = None,
     half: option(str | None, 'Run one half of the cases: development or scored.') = None,
-    repeat: option(int, 'Runs of each slow and fixed program, in turn; 0: no gain is measured.', min=0) = 1,
-    out: option(Path | None, 'File with a line of JSON for each case; a run that was stopped '
+    repeat: option(int, 'Runs of each slow and fixed program; 0: measure no gain.', min=0) = 1,
+    out: option(Path | None, 'File with one JSON line per case; an interrupted run '
                              'continues there.') = None,
     record: Record = False,
 ):
-    "Diagnose slow programs that others reported, and controls: how often is the diagnosis right?"
+    "Score the diagnosis on slow programs from public reports, and on controls."
     scoring = from_checkout('diagnosis.programs.score', 'bench diagnose')
     found = scoring.score_cases(cases, half, repeat, out, to_stderr)
     rows, totals = scoring.published(found), scoring.totals(found)

@@ -19,12 +19,12 @@ _data = partial(command, panel='Data')
 # %% ../../nbs/app/cli_data.ipynb #204845a4
 @_data('download', example='xtts-v2 --out models/downloaded --accept-cpml')
 def _download(
-    name: argument(str | None, 'Source to fetch; without it, the sources are listed.') = None,
+    name: argument(str | None, 'Source to fetch; default: list the sources.') = None,
     out: option(Path | None, 'Folder to write; default: NAME in the data folder.') = None,
     from_: option(str | None, 'Address of a mirror of the Hub or of the archive.', '--from') = None,
     accept_cpml: option(bool, 'I have read and accept the licence of XTTS-v2.', '--accept-cpml') = False,
 ):
-    "Fetch the released model or an open corpus, and compare its checksums."
+    "Download the released model or an open corpus, and verify its checksums."
     from xtts_nb.config import workspace
     from xtts_nb.app.download import download, _download_text, _find_source, source_rows, _terms
     if name is None: return {'sources': source_rows()}, table('xtts-nb download NAME', source_rows())
@@ -38,7 +38,7 @@ def _download(
 
 # %% ../../nbs/app/cli_data.ipynb #c0a95002
 def _are_clips(source: Path) -> bool:
-    "Whether this is a table of clips, a folder with one, or clips with their texts."
+    "Whether this is a table of clips, a folder with one, or clips with text files."
     from xtts_nb.config import UserError
     from xtts_nb.data.corpora import _find_layout, SUFFIXES
     from xtts_nb.data.cut import are_clips
@@ -48,15 +48,15 @@ def _are_clips(source: Path) -> bool:
 
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
 def _corpus(
-    source: argument(Path, 'A recording, a folder of recordings (or a folder for each speaker), or clips '
+    source: argument(Path, 'A recording, a folder of recordings (or one per speaker), or clips '
                            'with a table, which are checked.', **EXISTS),
-    out: option(Path, 'Folder of the corpus; it must be new or empty.'),
+    out: option(Path, 'Folder of the corpus, new or empty.'),
     text: option(Path | None, 'Text of the recordings: paragraphs, a book (.epub) or subtitles (.srt, .vtt, '
                               '.ass); default: a file of the same name next to each recording.',
                  **EXISTS) = None,
-    language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
-                                 'Whisper hears.') = None,
-    fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.',
+    language: option(str | None, 'Language of the text; default: en, or with --transcribe as detected '
+                                 'by Whisper.') = None,
+    fix: option(Path | None, 'Corrected cuts.csv of an earlier corpus, to cut at its times.',
                 **EXISTS) = None,
     transcribe: Whisper = None,
 ):
@@ -82,19 +82,19 @@ def _corpus(
 @_data('prepare', example='recordings --out cache/mine')
 def _prepare(
     corpus: argument(Path, 'Folder of a corpus, or its metadata file.', **EXISTS),
-    out: option(Path, 'Folder of the cache; what still fits of an older cache there is kept.'),
-    dvae: option(Path | None, 'Run or cache whose DVAE and tokenizer to use; default: train both.',
+    out: option(Path, 'Folder of the cache; unchanged clips of an older cache there are reused.'),
+    dvae: option(Path | None, 'Run or cache with DVAE and tokenizer to use; default: train both.',
                  **FOLDER) = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --dvae, else tiny.') = None,
     config: Settings = None,
-    language: option(str, 'Language of rows without one.') = 'en',
+    language: option(str, 'Default language of rows.') = 'en',
     layout: option(
         str | None,
         'jsonl, table, ljspeech, commonvoice, vctk, libritts, lists or pairs; default: detected.') = None,
     workers: option(int | None, 'Processes; default: one per core if that is faster.', min=0) = None,
-    shard: option(str, 'Prepare part I of N, to be joined by merge.', metavar='I/N') = '1/1',
+    shard: option(str, 'Prepare part I of N; merge joins the parts.', metavar='I/N') = '1/1',
 ):
-    "Decode, transform and encode a corpus once; training then only reads the cache."
+    "Encode a corpus into a cache, so that training only reads it."
     from xtts_nb.config import UserError
     if dvae and preset:
         raise UserError(f'prepare: the sizes come from --dvae {dvae}; leave out --preset {preset}.')
@@ -124,9 +124,9 @@ def _part(shard: str) -> tuple[int, int]:
 @_data('merge', example='part1 part2 --out cache/mine')
 def _merge(
     parts: argument(list[Path], 'Folders made by prepare --shard.', **FOLDER),
-    out: option(Path, 'Folder of the cache; an older cache there is replaced.'),
+    out: option(Path, 'Folder of the cache; replaces an older cache there.'),
 ):
-    "Join the parts made by `prepare --shard`; encodes a sample of each again, and reports differences."
+    "Join the parts made by `prepare --shard`; re-encodes a sample of each and reports differences."
     start()
     from xtts_nb.data.merge import merge_caches
     from xtts_nb.data.corpora import report_text
@@ -138,10 +138,10 @@ def _merge(
 @_data('verify', example='cache/mine --fix')
 def _verify(
     cache: argument(Path, 'Folder of a cache.', **FOLDER),
-    fix: option(bool, 'Make damaged files again from the corpus.', '--fix') = False,
+    fix: option(bool, 'Rebuild damaged files from the corpus.', '--fix') = False,
     source: option(Path | None, 'The corpus, if it was moved.', **EXISTS) = None,
 ):
-    "Check every byte of a cache; exit code 1 if a fault was found and not repaired."
+    "Check every byte of a cache. Exit code 1 if a fault was found and not repaired."
     start()
     from xtts_nb.data.repair import verify_and_fix_cache
     from xtts_nb.models.dvae import load_dvae

@@ -28,15 +28,15 @@ _speech = partial(command, panel='Speak')
 
 Model = option(Path, 'Folder of a model or of a run.', '--model', **MODEL)
 _Voices = option(Path, 'Folder of saved voices.')
-_DecoderPrecision = option(str | None, 'Precision of HiFi-GAN: float32, or bfloat16 where the CPU has it.')
-_Weights = option(str | None, 'Weights of the GPT in speech: float, or int8, which a CPU reads faster.')
-_SayAs = option(Path | None, 'YAML file of pronunciations; in each line WORD: as it is said.', **EXISTS)
+_DecoderPrecision = option(str | None, 'Precision of HiFi-GAN: float32, or bfloat16 if supported.')
+_Weights = option(str | None, 'GPT weights for speech: float, or int8, which is faster on a CPU.')
+_SayAs = option(Path | None, 'YAML file of pronunciations, one WORD: SPELLING per line.', **EXISTS)
 _AsWritten = option(bool, 'Do not write units, dates, times, telephone numbers and addresses '
                             'out as words.', '--as-written')
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0012
 def _text_of(text: str | None, file: Path | None) -> str:
-    "The text that was given, or that of a file."
+    "The text argument, or the content of the file."
     from xtts_nb.config import UserError
     if (text is None) == (file is None): raise UserError('Give either a text or --text-file FILE.')
     if text is not None: return text
@@ -45,7 +45,7 @@ def _text_of(text: str | None, file: Path | None) -> str:
     except OSError as e: raise UserError(f'{file}: cannot be read ({e.strerror}); give a file.') from None
 
 def _speech_settings(model: Path, **options) -> dict:
-    "The settings of speech that were given, checked together with those of the model."
+    "The speech settings given, checked together with those of the model."
     from xtts_nb.config import XTTSConfig
     XTTSConfig.load(model / 'config.yaml').replace('options', speech=given(**options))
     return given(**options)
@@ -61,7 +61,7 @@ def _spoken(out: Path, seconds: float, speaker, report: list[dict]) -> tuple[dic
     return result, '\n'.join(lines)
 
 def _check_stream(out: Path | None, check_words: bool):
-    "Raises `UserError` for options that a stream would ignore, and for a terminal."
+    "Raise `UserError` for options that a stream would ignore, and for a terminal."
     from xtts_nb.config import UserError
     if out or check_words:
         raise UserError('--stream and --pcm write to stdout and look for no faults; '
@@ -70,7 +70,7 @@ def _check_stream(out: Path | None, check_words: bool):
         raise UserError('--stream would write sound to the terminal; pipe it: --stream | aplay')
 
 def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool):
-    "Write the sound to stdout while it is made; the text of the result goes to stderr."
+    "Write the sound to stdout as it is generated; the result's text goes to stderr."
     from xtts_nb.speech.stream import stream_text, write_stream
     sounds = stream_text(speaker, text, language, voice, seed)
     seconds = write_stream(sounds, speaker.sample_rate, sys.__stdout__.buffer, header)
@@ -85,32 +85,32 @@ def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool)
     'Faults': 'retries check_words', 'Output': 'out stream pcm'})
 def _say(
     model: Model,
-    voice: option(list[Path], 'Recordings of the voice, or the file or name of a saved one.'),
+    voice: option(list[Path], 'Recordings of the voice, or file or name of a saved one.'),
     voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.', **FOLDER) = None,
     text: argument(str | None, 'Text to speak, of any length.') = None,
     text_file: option(Path | None, 'File with the text, in UTF-8; - reads stdin.') = None,
-    language: option(str, 'Language of the text; auto detects it for each sentence.') = 'en',
+    language: option(str, 'Language of the text; auto: detected per sentence.') = 'en',
     say_as: _SayAs = None,
     as_written: _AsWritten = False,
     out: option(Path | None, 'WAV file to write; default: say.wav.') = None,
-    temperature: option(float | None, '0 takes the most probable code; higher values vary more.') = None,
-    top_k: option(int | None, 'Sample from at most this many of the most probable codes.') = None,
+    temperature: option(float | None, 'Sampling temperature; 0: always the most probable code.') = None,
+    top_k: option(int | None, 'Sample from this many most probable codes.') = None,
     top_p: option(float | None, 'Sample from the most probable codes up to this total probability.') = None,
-    repetition_penalty: option(float | None, 'Penalty for codes generated before; 1: no penalty.') = None,
-    speed: option(float | None, '2 is twice as fast, at the same pitch.') = None,
+    repetition_penalty: option(float | None, 'Penalty for codes already generated; 1: none.') = None,
+    speed: option(float | None, 'Speaking rate; 2: twice as fast, at the same pitch.') = None,
     decoder_precision: _DecoderPrecision = None,
     weights: _Weights = None,
     seed: option(int, 'Seed for sampling the codes.', min=0, max=2**31 - 1) = 0,
-    retries: option(int, 'Attempts with other seeds where speech has a fault.', min=0) = 2,
-    check_words: option(bool, 'Also look for words that were left out; on a CPU about as long as speaking.',
+    retries: option(int, 'Attempts with other seeds if speech has a fault.', min=0) = 2,
+    check_words: option(bool, 'Also detect missing words; on a CPU about doubles the time.',
                         '--check-words') = False,
-    stream: option(bool, 'Write WAV to stdout as it is spoken; no search for faults. --json goes to stderr.',
+    stream: option(bool, 'Write WAV to stdout as it is spoken, without fault checks. --json goes to stderr.',
                    '--stream') = False,
     pcm: option(bool, 'Stream 16-bit samples without a WAV header.', '--pcm') = False,
 ):
-    """Speak a text in a voice; settings that are not given come from the config.yaml of the model.
+    """Speak a text in a voice; the model's config.yaml supplies default settings.
 
-    The file is written as it is spoken. If the command is killed, give it again: it continues."""
+    The file is written as it is spoken. If the command is killed, run it again to continue."""
     settings = _speech_settings(model, temperature=temperature, top_k=top_k, top_p=top_p,
                                 repetition_penalty=repetition_penalty, speed=speed,
                                 decoder_precision=decoder_precision, weights=weights,
@@ -142,13 +142,13 @@ def _say(
     return _spoken(out, seconds, speaker, report)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0008
-_voices_app = typer.Typer(no_args_is_help=True, help='Saved voices: made from recordings, listed, blended.')
+_voices_app = typer.Typer(no_args_is_help=True, help='Make, list, blend and remove voices.')
 app.add_typer(_voices_app, name='voices', rich_help_panel='Speak')
 _Name = argument(str, 'Name of the voice.')
 _Force = option(bool, 'Replace a voice of that name.', '--force')
 
 def _voice_text(row: dict) -> str:
-    "A line on a voice: what it was made from."
+    "A line about a voice and its source."
     if 'error' in row: return f'{row["name"]}: {row["error"]}'
     made_from = ', '.join(f'{m["name"]} ({m["seconds"]:g} s)' if 'seconds' in m else
                           f'{m["weight"]:.0%} {m["name"]}' if 'weight' in m else m['name']
@@ -159,15 +159,15 @@ def _voice_text(row: dict) -> str:
          example='anna anna1.wav anna2.wav --model runs/mine --voices voices')
 def _voices_add(
     name: _Name,
-    files: argument(list[Path], 'Recordings of the voice, together up to the limit of the model.',
+    files: argument(list[Path], 'Recordings of the voice; used up to the limit of the model.',
                     **EXISTS),
     model: Model,
     voices: _Voices,
     force: _Force = False,
 ):
-    "Make a voice from recordings, for one model, and save it."
+    "Make a voice from recordings, for one model."
     from xtts_nb.speech.voices import add_voice, voice_path
-    voice_path(voices, name, exists=None if force else False)   # refuses a bad name at once
+    voice_path(voices, name, exists=None if force else False)   # reject an invalid name early
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
@@ -187,7 +187,7 @@ def _voices_import(
     voices: _Voices,
     force: _Force = False,
 ):
-    "Save the studio voices that come with the released model, for it or a model trained from it."
+    "Import the studio voices of the released model, for it or a model fine-tuned from it."
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.voices import _import_voices
@@ -242,11 +242,11 @@ def _voices_remove(name: _Name, voices: _Voices):
 def _convert_to_savedmodel(
     out: argument(Path, 'New folder for the SavedModel.'),
     folder: Model,
-    voice: option(list[Path] | None, 'Recording or saved voice to add to it; may be repeated.') = None,
+    voice: option(list[Path] | None, 'Recording or saved voice to include; may be repeated.') = None,
     voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.', **FOLDER) = None,
-    temperature: option(float | None, 'Temperature of sampling; default: from config.yaml.', min=0) = None,
+    temperature: option(float | None, 'Sampling temperature; default: from config.yaml.', min=0) = None,
 ):
-    "Write a TensorFlow SavedModel of text ids and a voice to samples, with tokenizer, voices and README."
+    "Write a SavedModel (text ids and a voice -> samples), with tokenizer, voices and README."
     settings = _speech_settings(folder, temperature=temperature)
     start()
     from xtts_nb.models.xtts import XTTS
@@ -262,13 +262,13 @@ def _convert_to_savedmodel(
 
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec0c4
 def _write_card(folder: Path, found, config, model: Path, facts: dict, held: list) -> Path:
-    "Write what `evaluate` found to `MODEL.md`, or to `MODEL.new.md` next to a completed one."
+    "Write the model card to `MODEL.md`, or to `MODEL.new.md` if the user has completed the first."
     from xtts_nb.files import atomic_file
     from xtts_nb.speech.model_card import model_card
     from xtts_nb.speech.guard import training_facts
     from xtts_nb.train.trainer import _updates_of
     chosen = _was_chosen(model, facts, held)
-    if facts.get('part') == 'decoder':   # a decoder's run: what it speaks with was made by another one
+    if facts.get('part') == 'decoder':   # a decoder's run: its GPT comes from another run
         model = Path(facts['model'])
         facts = training_facts(model)
     card = model_card(found, config, facts, _trained_on(facts), _updates_of(model), chosen)
@@ -278,11 +278,11 @@ def _write_card(folder: Path, found, config, model: Path, facts: dict, held: lis
     return path
 
 def _was_chosen(model: Path, facts: dict, held: list) -> bool:   # held: clips that were never seen
-    "Whether a model, or the GPT behind a decoder, is the best one by held-out clips; older ones never judge."
+    "Whether a model (or a decoder's GPT) was chosen by held-out clips; clips of --mix never count."
     return 'best' in (model.name, Path(facts.get('model', '')).name) and held != facts.get('mix_held_out')
 
 def _trained_on(facts: dict):   # of a run
-    "Its cache; None if that is not here any more as it was."
+    "A run's cache; None if it is gone or has changed."
     from xtts_nb.config import UserError
     from xtts_nb.data.cache import Cache
     try: cache = Cache(facts['cache'], in_memory=False) if 'cache' in facts else None
@@ -290,10 +290,10 @@ def _trained_on(facts: dict):   # of a run
     return cache if cache and cache.manifest['key'] == facts.get('key') else None
 
 def _never_seen(data: Path, facts: dict) -> list[str]:
-    "Ids of the clips that a run held out, of a cache that it trained on, or of a corpus."
+    "Ids of the clips, of a cache it trained on or of a corpus, that a run held out."
     from xtts_nb.files import read_json
     from xtts_nb.speech.guard import training_facts
-    if facts.get('part') == 'decoder':   # of a decoder's run: what neither it nor the GPT was trained on
+    if facts.get('part') == 'decoder':   # a decoder's run: held out by it and by the GPT's run
         gpt = _never_seen(data, training_facts(facts['model']))
         return [clip for clip in facts['held_out'] if clip in gpt]
     if not (data / 'manifest.json').is_file(): return facts.get('held_out', [])
@@ -303,7 +303,7 @@ def _never_seen(data: Path, facts: dict) -> list[str]:
 
 # %% ../../nbs/app/cli_speak.ipynb #e7a10c02
 def _fixed(xtts, languages: str, folder: Path, each: int):
-    "What makes trials of fixed sentences."
+    "A function that makes trials of fixed sentences."
     from xtts_nb.config import UserError
     from xtts_nb.speech.fixed_sentences import sentence_trials, SENTENCES
     known = [language for language in SENTENCES if language in xtts.tokenizer.languages]
@@ -317,18 +317,18 @@ def _fixed(xtts, languages: str, folder: Path, each: int):
 def _evaluate(
     data: argument(Path, 'A cache, or the folder of a corpus.', **EXISTS),
     model: Model,
-    clips: option(int, 'Number of clips to speak: held-out ones of the run, if it has some; with '
-                       '--sentences, for each language.', min=1) = 16,
+    clips: option(int, 'Number of clips to speak, held-out ones if the run has any; with '
+                       '--sentences, per language.', min=1) = 16,
     sentences: option(str | None, 'Speak fixed sentences of these languages (de,fa or all) in the voices of '
                                   'DATA instead.') = None,
     report: option(Path | None, 'Folder for a page with players.') = None,
-    transcribe: option(str | None, 'Measure word and character errors with this Whisper model: a folder, or '
-                                   'a name such as small, which is downloaded.', '--transcribe') = None,
-    language: option(str, 'Language of rows without one, in a corpus.') = 'en',
+    transcribe: option(str | None, 'Whisper model to measure word and character errors: a folder, or '
+                                   'a name to download, such as small.', '--transcribe') = None,
+    language: option(str, 'Default language of rows in a corpus.') = 'en',
     seed: option(int, 'Seed for the choice of clips and for sampling.', min=0) = 0,
     record: Record = False,
 ):
-    "Score the speech of a model against the recordings, their codes alone and an untrained model."
+    "Score a model's speech against the recordings, their decoded codes and an untrained model."
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.evaluate import evaluate
@@ -354,22 +354,22 @@ def _evaluate(
 
 # %% ../../nbs/app/cli_speak.ipynb #f0a70005
 def _while_used(listener: socket.socket):
-    "Returns in a child process; when that has ended without a fault, the next client starts another."
+    "Returns in a child process; after it exits normally, the next client starts another."
     if not hasattr(os, 'fork'):
         from xtts_nb.config import UserError
         raise UserError('--idle needs Linux or macOS; leave it out.')
     child, ended = 0, []
     def end(signum, frame):
         ended.append(signum)
-        if not child: sys.exit()   # nobody is served
+        if not child: sys.exit()   # no client
         with suppress(ProcessLookupError): os.kill(child, signal.SIGTERM)
 
     usual = {s: signal.signal(s, end) for s in (signal.SIGINT, signal.SIGTERM)}
     while True:
-        signal.pthread_sigmask(signal.SIG_BLOCK, usual)   # until the child is known
+        signal.pthread_sigmask(signal.SIG_BLOCK, usual)   # until the child's id is known
         if not (child := os.fork()):
-            os.setpgid(0, 0)       # Ctrl-C comes from the parent alone
-            with suppress(AttributeError): ctypes.CDLL(None).prctl(1, signal.SIGTERM)   # after the parent
+            os.setpgid(0, 0)       # only the parent passes on Ctrl-C
+            with suppress(AttributeError): ctypes.CDLL(None).prctl(1, signal.SIGTERM)   # die with it
             for s, handler in usual.items(): signal.signal(s, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, usual)
         if not child: return
@@ -380,7 +380,7 @@ def _while_used(listener: socket.socket):
 
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec002
 def _aliases(given: list[str]) -> dict[str, str]:
-    "`NAME=VOICE` as a table."
+    "`NAME=VOICE` as a dict."
     from xtts_nb.config import UserError
     for alias in given:
         if not all(alias.partition('=')):
@@ -393,39 +393,39 @@ def _aliases(given: list[str]) -> dict[str, str]:
     'Speech': 'language say_as as_written decoder_precision weights'})
 def _serve(
     model: Model,
-    voices: option(Path, 'Folder of saved voices; it may change while the service runs.', **FOLDER),
+    voices: option(Path, 'Folder of saved voices; may change while the service runs.', **FOLDER),
     port: option(int, 'Port; 0: a free one.', min=0, max=65535) = 8000,
     host: option(str, 'Address to listen on; 0.0.0.0: all addresses of this machine.') = '127.0.0.1',
     key: option(str | None, 'Key that clients must send; default: none is required.',
                 envvar='XTTS_NB_KEY') = None,
-    language: option(str | None, 'Language of requests that name none; auto detects it. Default: en, else '
-                                 'the first of the model.') = None,
-    rows: option(int, 'Texts that are spoken at once.', min=1) = 8,
+    language: option(str | None, 'Default language of requests; auto: detect it. Default: en, else '
+                                 "the model's first.") = None,
+    rows: option(int, 'Texts spoken at once.', min=1) = 8,
     say_as: _SayAs = None,
     as_written: _AsWritten = False,
     decoder_precision: _DecoderPrecision = None,
     weights: _Weights = None,
-    queue: option(int, 'Texts that may wait; beyond them clients get status 429.', min=1) = 64,
-    wait: option(float, 'Seconds that a text may wait; then its client gets status 503.', min=0) = 30.,
-    max_characters: option(int, 'Most characters in the text of a request.', min=1) = 4096,
-    grace: option(float, 'Seconds for the requests under way after SIGTERM or Ctrl-C.', min=0) = 30.,
-    idle: option(float | None, 'Minutes without a request for speech, after which the model leaves memory '
-                               'until the next client connects. Default: it stays.', min=0.01) = None,
-    voice_alias: option(list[str], 'Another name of a voice, NAME=VOICE; may be repeated.') = (),
-    cors: option(list[str], 'Web site whose pages may speak here, http://HOST:PORT; may be repeated.') = (),
-    allow_host: option(list[str], 'Name of this service for clients without a key; may be repeated.') = (),
+    queue: option(int, 'Most waiting texts; further clients get status 429.', min=1) = 64,
+    wait: option(float, 'Longest wait in seconds; then the client gets status 503.', min=0) = 30.,
+    max_characters: option(int, 'Most characters per request.', min=1) = 4096,
+    grace: option(float, 'Seconds to finish open requests after SIGTERM or Ctrl-C.', min=0) = 30.,
+    idle: option(float | None, 'Minutes without a speech request after which the model leaves memory '
+                               'until the next client connects; default: never.', min=0.01) = None,
+    voice_alias: option(list[str], 'Alias of a voice, NAME=VOICE; may be repeated.') = (),
+    cors: option(list[str], 'Origin allowed to send requests, http://HOST:PORT; may be repeated.') = (),
+    allow_host: option(list[str], 'Host name to accept from clients without a key; may be repeated.') = (),
     private_lists: option(bool, 'Require the key for the lists of voices and models too.',
                           '--private-lists') = False,
 ):
-    "Speak for other programs over HTTP, as OpenAI's /v1/audio/speech; / is a page to type and listen."
-    key = os.environ.get('XTTS_NB_KEY') if key is None else key   # typer takes an empty one for none
+    "Serve speech over HTTP, compatible with OpenAI's /v1/audio/speech; / is a page to try it."
+    key = os.environ.get('XTTS_NB_KEY') if key is None else key   # typer drops an empty one
     settings = _speech_settings(model, decoder_precision=decoder_precision, weights=weights,
                                 as_written=as_written or None)
     aliases = _aliases(voice_alias)
     from xtts_nb.files import _listener
     listener = _listener(host, port)
     if idle: _while_used(listener)
-    else: listener.close()   # until the service is ready
+    else: listener.close()   # the service opens it again when ready
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
@@ -448,7 +448,7 @@ def _serve(
         engine.warm_up()
     serve(service, host, listener if idle else port, grace, idle=60 * (idle or float('inf')), log=to_stderr,
           ready=lambda url: to_stderr(f'Ready: {url}, voices: {len(folder())}. Ctrl-C ends the service.'))
-    if engine.calls:   # one hangs, and would keep the process
+    if engine.calls:   # a hanging call would keep the process alive
         to_stderr('A call of TensorFlow has not returned; the process ends without it.')
         os._exit(1)
     requests = dict(sorted(service.metrics.statuses().items()))

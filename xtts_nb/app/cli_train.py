@@ -23,8 +23,8 @@ app.add_typer(_find_app, name='find', rich_help_panel='Train')
 
 _StartModel = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model', **MODEL)
 _Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
-_AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache has it.')
-_RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
+_AsMade = option(str | None, 'tiny or xtts_v2; default: that of the run or cache.')
+_RunFolder = option(Path | None, 'Folder of the run; resumed if it exists. Default: a new one.')
 _Steps = option(int | None, 'Total number of updates.', min=1)
 _HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
 _Older = option(Path | None, 'Train on clips from this older cache or corpus too, so that the model does not '
@@ -37,23 +37,23 @@ _OlderShare = option(float | None, 'Share of the updates that train on clips of 
     'Corpus': 'text language transcribe', 'Training': 'model finetune preset config mix steps'})
 def _tune(
     source: argument(Path, 'A recording, a folder of recordings, or a corpus.', **EXISTS),
-    out: option(Path, 'Folder for all results; the same command continues there.'),
+    out: option(Path, 'Folder for all results; run the same command again to continue.'),
     text: option(Path | None, 'Text of the recordings; default: a file of the same name next to each.',
                  **EXISTS) = None,
-    language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
-                                 'Whisper hears.') = None,
+    language: option(str | None, 'Language of the text; default: en, or with --transcribe as detected '
+                                 'by Whisper.') = None,
     model: _StartModel = None,
     finetune: _Kind = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --model, else tiny.') = None,
     config: Settings = None,
     mix: _Older = None,
     steps: _Steps = None,
-    skip: option(list[str] | None, 'Stage to leave out: corpus, if SOURCE is one, or evaluate.') = None,
+    skip: option(list[str] | None, 'Stage to skip: corpus (SOURCE is one) or evaluate.') = None,
     transcribe: Whisper = None,
 ):
-    "From recordings to a voice: corpus, prepare, train and evaluate, and one page at the end."
+    "Train a voice from recordings: corpus, prepare, train, evaluate, and a report page."
     from xtts_nb.config import _without_start_messages
-    with _without_start_messages():   # a device is for the stages
+    with _without_start_messages():   # leave the device to the stages
         from xtts_nb.app.tune import (
             _judged_words, _next_commands, plan_tuning, tune, _tuned_model, tuning_page, tuning_text)
         from xtts_nb.files import read_json
@@ -82,7 +82,7 @@ class _TakesMyXTTS(typer.core.TyperCommand):
 
 # %% ../../nbs/app/cli_train.ipynb #06d1c738
 def _fit(trainer, name: str, tell) -> tuple[dict, str]:
-    "Train, as the command `name`: the result, and its text."
+    "Train, for the command `name`; returns the result and its text."
     from xtts_nb.train.step import mode_line
     to_stderr(mode_line(trainer.training, trainer.update))
     if trainer.step: to_stderr(f'{trainer.run} {_resumes(trainer)}.')
@@ -103,13 +103,13 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
     return result | {'run': str(trainer.run)} | more, text + _ends(ends)
 
 def _resumes(trainer) -> str:
-    "How a run that exists continues."
+    "Text: how an existing run continues."
     done, asked, unit = trainer.step, trainer.training.steps, 'epochs' if trainer.training.epochs else 'steps'
     if done < asked: return f'continues at update {done}'
     return f'is complete: {done} of {asked} updates are done; to train it further, give a larger --{unit}'
 
 def _forgotten(trainer) -> dict[str, float]:
-    "The loss of older clips before the training and now, None for no number; empty if it is not known."
+    "The loss of older clips before and after training, None for no number; empty if unknown."
     from xtts_nb.files import read_json_lines
     if trainer.old_validation is None: return {}
     log = read_json_lines(trainer.run / 'metrics.jsonl')
@@ -119,7 +119,7 @@ def _forgotten(trainer) -> dict[str, float]:
     return {'before': number(losses[0]), 'after': number(losses[trainer.step])}
 
 def _ends(validated: dict) -> str:
-    "How many held-out clips end where they should; empty if that is not known."
+    "How many held-out clips end where they should; empty if unknown."
     if 'val_stop' not in validated: return ''
     seconds = {'short': 'up to 3 s', 'middle': 'to 6 s', 'long': 'longer'}
     each = ', '.join(f'{text} {validated[f"val_stop_{name}"]:.0%}' for name, text in seconds.items()
@@ -144,22 +144,22 @@ def _train(
     run: _RunFolder = None,
     model: _StartModel = None,
     finetune: _Kind = None,
-    fit_memory: option(bool, 'First find out how many rows fit at once.', '--fit-memory') = False,
+    fit_memory: option(bool, 'First find how many rows fit into memory.', '--fit-memory') = False,
     preset: _AsMade = None,
     config: Settings = None,
     steps: _Steps = None,
-    epochs: option(int | None, 'Total passes over the clips, instead of --steps.', min=1) = None,
+    epochs: option(int | None, 'Total epochs, instead of --steps.', min=1) = None,
     val: _HeldOut = 0.,
     devices=None,
     val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.', **EXISTS) = None,
     mix: _Older = None,
     mix_share: _OlderShare = None,
-    batch_size: option(int | None, 'Clips of an update.', min=1) = None,
-    grad_accum: option(int | None, 'Parts that a batch is computed in, one after the other.', min=1) = None,
+    batch_size: option(int | None, 'Clips per update.', min=1) = None,
+    grad_accum: option(int | None, 'Gradient accumulation: parts per batch.', min=1) = None,
     lr: option(float | None, 'Peak learning rate.') = None,
     num_workers: option(int | None, 'Parallel calls in the input pipeline.', min=1) = None,
     prefetch_buffer_size: option(int | None, 'Batches ready ahead of the step.', min=1) = None,
-    preprocessing_mode: option(str | None, 'Preparation of a corpus: auto or precompute.') = None,
+    preprocessing_mode: option(str | None, 'How to prepare a corpus: auto or precompute.') = None,
     enable_static_shapes: option(bool | None, 'One shape for all clips instead of buckets.',
                                  '--enable-static-shapes') = None,
     prefetch_to_gpu: option(bool | None, 'Keep two batches on the GPU.',
@@ -170,7 +170,7 @@ def _train(
     "Train the GPT on a cache; the model and metrics.jsonl go to RUN. SIGTERM saves and exits with 143."
     with progress() as tell:
         from xtts_nb.config import setup_tf
-        setup_tf()   # TensorFlow starts without its messages
+        setup_tf()   # suppresses TensorFlow's start-up messages
         from xtts_nb.train.begin import begin
         trainer = begin(**_wanted(ctx.params), val=val, val_data=val_data, mix=mix, mix_share=mix_share,
                         fit_memory=fit_memory, tell=tell, **devices)
@@ -183,7 +183,7 @@ def _keys(config: Path | None) -> dict | None:
     return config and {str(config): _keys_of(config, to_stderr)}
 
 def _wanted(options: dict) -> dict:
-    "What `train` is asked for, as `settings_for` takes it."
+    "The options of `train` as arguments of `settings_for`."
     from xtts_nb.settings import _OPTIONS, parse_assignments
     named = 'data', 'run', 'model', 'preset', *_OPTIONS
     keys = parse_assignments(options['set_'] or ())
@@ -224,13 +224,13 @@ def _train_dvae(
 @_training('train-decoder', example='--model runs/mine --run runs/decoder')
 def _train_decoder(
     model: option(Path | None, 'Folder of a trained model; not needed to resume.', **MODEL) = None,
-    data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.',
+    data: option(Path | None, "Cache with that model's codes; default: the one it was trained on.",
                  **FOLDER) = None,
     run: _RunFolder = None,
     config: Settings = None,
     steps: _Steps = None,
     val: _HeldOut = 0.,
-    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.', **EXISTS) = None,
+    corpus: option(Path | None, 'Corpus of the cache, if it was moved.', **EXISTS) = None,
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
     start()
@@ -250,7 +250,7 @@ def _train_decoder(
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
 def _decoder_settings(folder: Path, config: Path | None, known: bool):
-    "The settings of a model or a decoder's run, with a file over them; raises `UserError` for an unused one."
+    "Settings of a model or a decoder's run, overridden by a file; `UserError` for an unused one."
     from xtts_nb.config import XTTSConfig
     from xtts_nb.settings import check_used, flat
     initial = XTTSConfig.load(folder / 'config.yaml')
@@ -262,7 +262,7 @@ def _decoder_settings(folder: Path, config: Path | None, known: bool):
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
 def _cache_request(data: Path, config: Path | None, **options):
-    "The cache and the settings of a training on it; raises `UserError` for anything but a cache."
+    "A cache and the settings to train on it; raises `UserError` if `data` is no cache."
     from xtts_nb.config import UserError
     from xtts_nb.train.begin import settings_for
     request = settings_for(data, config=_keys(config), say=to_stderr, **options)
@@ -276,9 +276,9 @@ def _find_batch_size(
     finetune: _Kind = None,
     preset: _AsMade = None,
     config: Settings = None,
-    memory: option(float | None, 'GB to use; default: nine tenths of the free memory.', min=0.1) = None,
+    memory: option(float | None, 'GB to use; default: 90% of the free memory.', min=0.1) = None,
 ):
-    "Find how many rows fit into memory at once: tries updates of the largest bucket in child processes."
+    "Find the largest batch that fits into memory, by trying the largest bucket in child processes."
     start()
     from xtts_nb.train.begin import _fit_batch, largest_batch
     cache, settings = _cache_request(data, config, model=model, preset=preset, finetune=finetune)
@@ -297,11 +297,11 @@ def _find_learning_rate(
     preset: _AsMade = None,
     config: Settings = None,
     low: option(float, 'First learning rate.') = 1e-7,
-    high: option(float, 'Highest learning rate to try; it stops earlier if the loss rises.') = 1.,
+    high: option(float, 'Highest learning rate; stops earlier if the loss rises.') = 1.,
     steps: option(int, 'Most updates to run.', min=10) = 80,
-    out: option(Path, 'PNG file; the numbers go into a JSON file next to it.') = Path('learning_rate.png'),
+    out: option(Path, 'PNG file; a JSON file next to it has the numbers.') = Path('learning_rate.png'),
 ):
-    "Train at rising rates until the loss rises, and suggest a rate."
+    "Train at increasing learning rates until the loss rises, and suggest a rate."
     start()
     import tempfile
     from xtts_nb.train.learning_rate import _check_rates, find_learning_rate, plot_learning_rate
@@ -345,10 +345,10 @@ _CHOSEN_LATER = {   # option of train: keys
 @command('show', group=_config_app, example='--data cache/mine --config faster.yaml --set data.seed=3',
          context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
 def _config_show(ctx: typer.Context):
-    """Print the settings that `train` would use and where each comes from; takes all options of `train`.
+    """Print the settings that `train` would use and their sources; takes all options of `train`.
 
-    What is chosen when a training begins is not shown: how often it validates, where codes are made for a
-    data GPU, and the rows of --fit-memory. A line says so where it applies."""
+    Not shown, as chosen at the start of training: how often it validates, where codes are made for a
+    data GPU, and the rows of --fit-memory. A line says so if one applies."""
     train = typer.main.get_command(app).commands['train']
     asked = train.make_context('show', list(ctx.args), parent=ctx.parent)
     start()
@@ -366,10 +366,10 @@ def _config_show(ctx: typer.Context):
 def _convert_to_model(
     out: argument(Path, 'A new folder for the model.'),
     run: option(Path, 'Folder of a run.', '--model', **MODEL),
-    best: option(bool, 'Model of the best validation instead of the newest.', '--best') = False,
-    bfloat16: option(bool, 'Store bfloat16, half the size.', '--bfloat16') = False,
+    best: option(bool, 'Use the checkpoint with the best validation.', '--best') = False,
+    bfloat16: option(bool, 'Store weights in bfloat16, at half the size.', '--bfloat16') = False,
 ):
-    "Write only the model of a run into a folder."
+    "Write only the model of a run to a folder."
     start()
     from xtts_nb.train.runs import export_run
     result = export_run(run, out, best, 'bfloat16' if bfloat16 else 'float32')

@@ -41,7 +41,7 @@ from ..train.trainer import _checkpoint_step, checkpoints, Trainer
 
 # %% ../../nbs/app/demo.ipynb #81860f11
 class Stages:
-    "Reports to a callback which stage runs and how far it is."
+    "Reports the running stage and its progress to a callback."
     def __init__(self, tell: Callable | None, sampler: Sampler):
         self.tell, self.sampler = tell or (lambda name, done, total, note: None), sampler
 
@@ -53,7 +53,7 @@ class Stages:
 
 # %% ../../nbs/app/demo.ipynb #b5eb5404
 def _measure_before_after(cache: Cache, stages: Stages, rounds: int) -> tuple[list[dict], list[dict]]:
-    "Compare three data pipelines, after a check that their outputs are equal, and three ways to run a step."
+    "Compare three data pipelines, after checking that outputs are equal, and three step modes."
     dvae, one_shape = load_dvae(cache.folder / 'dvae.safetensors', cache.config), comparison_plan(cache)
     progress = stages.begin('measure the data')
     stats = np.asarray(dvae.mel_stats)
@@ -64,13 +64,13 @@ def _measure_before_after(cache: Cache, stages: Stages, rounds: int) -> tuple[li
     return data, step_before_after(step_modes(cache.config, cache.tokenizer.start), batch, rounds, progress)
 
 # %% ../../nbs/app/demo.ipynb #c1c46d44
-_MARK = 'demo.json'   # in a run that a demo has made: with how many steps
+_MARK = 'demo.json'   # in a run made by a demo: its number of steps
 _RUN = re.compile(r'lock|(run|demo)\.json|metrics\.jsonl|(best/)?(tokenizer\.json|config\.yaml|'
                   r'model\.safetensors)|best(/best\.json)?|checkpoints(/step-\d+\.safetensors)?|'
                   r'spoken(/\d+(/mels\.png|/[^/]+\.wav)?)?')
 
 def _check_own_run(run: Path):
-    "Raise `UserError` if somebody has trained in `run` since a demo made it, or has put something there."
+    "Raise `UserError` if `run` was trained further since a demo made it, or holds other files."
     if not (run / 'run.json').is_file(): return
     last = max(checkpoints(run / 'checkpoints'), default=None)
     steps = XTTSConfig.load(run / 'config.yaml').training.gpt.steps
@@ -81,7 +81,7 @@ def _check_own_run(run: Path):
                     '--out, or remove it yourself.')
 
 def _fresh_run(cache: Cache, config: XTTSConfig, run: Path, held_out: list[str]) -> Trainer:
-    "A run from the beginning; a second demo does not continue the run of the first."
+    "A new run; a second demo does not resume the first one's."
     if (run / 'run.json').is_file():
         with locked(run / 'lock', f'{run}: another process trains here; wait for its end.'):
             _check_own_run(run)
@@ -96,7 +96,7 @@ def _with_note(progress: Callable, template: str) -> Callable:
     return lambda done, total, value: progress(done, total, template.format(value))
 
 def _prepare_cache(corpus: Path, out: Path, config: XTTSConfig, stages: Stages) -> tuple[Cache, dict]:
-    "Fit a DVAE to the corpus and encode it into `out / 'cache'`; the cache and the report of `prepare`."
+    "Train a DVAE on the corpus and encode it into `out / 'cache'`; returns cache and report."
     rows, _ = read_corpus(corpus)
     progress = _with_note(stages.begin('train the DVAE'), 'mel loss {0[mel_loss]:.3f}')
     dvae, _ = train_dvae(mel_sample(rows, config), config, progress)
@@ -104,13 +104,13 @@ def _prepare_cache(corpus: Path, out: Path, config: XTTSConfig, stages: Stages) 
     return Cache(out / 'cache'), report
 
 class _TrainedDemo(NamedTuple):
-    "A trained model of the demo, and what it spoke before and after its training."
+    "The demo's trained model, and its speech before and after training."
     trainer: Trainer
     train: dict                        # summary of the training
-    untrained: list[Path]              # a wav file for each pair, before training
-    spoken: list[Path]                 # and after
+    untrained: list[Path]              # a wav file per pair, before training
+    spoken: list[Path]                 # after training
     untrained_scores: list[tuple[bool, bool]]   # (sentence, voice) right, before training
-    scores: list[tuple[bool, bool]]    # and after
+    scores: list[tuple[bool, bool]]    # after training
 
 def _train_and_speak(
     cache: Cache,
@@ -118,10 +118,10 @@ def _train_and_speak(
     corpus: Path,
     out: Path,              # receives `run`, `untrained` and `spoken`
     pairs: list[Pair],
-    longest: float,         # seconds, of a clip of the corpus
+    longest: float,         # seconds of the longest clip
     stages: Stages,
 ) -> _TrainedDemo:
-    "Train the GPT on all clips but the held-out ones; speak the pairs before and after, and score both."
+    "Train the GPT on all clips except held-out ones; speak and score the pairs before and after."
     config, limit = cache.config, 1.3 * longest
     trainer = _fresh_run(cache, config, out / 'run', [p.target.id for p in pairs if p.set == 'heldout'])
     stages.begin('speak untrained')
@@ -137,7 +137,7 @@ def _train_and_speak(
 
 # %% ../../nbs/app/demo.ipynb #ea05ab02
 def _score_held_out(trained: _TrainedDemo, pairs: list[Pair], corpus: Path, stages: Stages) -> list[dict]:
-    "The quick scores of `evaluate` for the held-out pairs, from the files that are spoken already."
+    "The quick scores of `evaluate` for the held-out pairs, from the spoken files."
     progress, xtts = stages.begin('score'), trained.trainer.xtts
     clip = lambda c: Clip(c.id, c.text, c.speaker, c.language, corpus / 'wavs' / f'{c.id}.wav')
     trials = [Trial(clip(p.target), clip(p.reference), None, None) for p in pairs if p.set == 'heldout']
@@ -159,7 +159,7 @@ def run_demo(
     sentences: int | None = None,       # per language; default: all
     pairs: int = 16,                    # of each set
     rounds: int = 5,                    # of the comparisons
-    seed: int = 0,                      # of everything random
+    seed: int = 0,                      # of all random draws
     tell=None,                          # called with (stage, done, total, note)
     say=print,                          # receives single lines
 ) -> dict:    # corpus, data_before_after, step_before_after, train, spoken, scores, wav, report, seconds
@@ -192,13 +192,13 @@ def run_demo(
 # %% ../../nbs/app/demo.ipynb #270ee924
 def demo_seeds(
     out: str | Path = 'runs/demo',
-    seeds: int = 5,                     # 0, 1, ... of them
+    seeds: int = 5,                     # number of seeds 0, 1, ...
     config: XTTSConfig | None = None,   # default: the tiny preset
     sentences: int | None = None,       # per language; default: all
     pairs: int = 16,                    # of each set
     tell=None,                          # called with (stage, done, total, note)
 ) -> list[dict]:                        # of each seed: seed, loss, and the counts of `spoken_counts`
-    "Train and speak once for each seed; seeds that are finished under `out / 'seeds'` are read."
+    "Train and speak once per seed; reads seeds already finished under `out / 'seeds'`."
     out, config = Path(out), config or XTTSConfig.tiny()
     clips = make_corpus(out / 'corpus', limit=sentences)
     rows = []

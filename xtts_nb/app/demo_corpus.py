@@ -61,13 +61,13 @@ class _Utterance(NamedTuple):
     language: str
 
 def _plan_corpus(sentences: dict = _DEMO_SENTENCES, voices: dict = VOICES) -> list[_Utterance]:
-    "Every sentence of {language: texts} by every voice of {speaker: SynthVoice}."
+    "Every sentence of {language: texts} in every voice of {speaker: SynthVoice}."
     return [_Utterance(f'{language}-{i:02d}-{speaker}', text, text, speaker, language)
             for language, texts in sentences.items() for i, text in enumerate(texts) for speaker in voices]
 
 # %% ../../nbs/app/demo_corpus.ipynb #37898963
 def _write_corpus(folder: Path, clips: list[_Utterance], voices: dict, progress):
-    "Speak all clips into `folder`."
+    "Synthesise all clips into `folder`."
     (folder / 'wavs').mkdir()
     for done, c in enumerate(clips, 1):
         samples, rate = speak(c.text, c.language, voices[c.speaker])
@@ -80,7 +80,7 @@ def _write_corpus(folder: Path, clips: list[_Utterance], voices: dict, progress)
 
 # %% ../../nbs/app/demo_corpus.ipynb #ce440fbc
 def _corpus_digest(out: str | Path) -> str:
-    "SHA-256 over the rows and all clips of a corpus, names and bytes."
+    "SHA-256 of a corpus: its rows and all clips, names and bytes."
     out, sha = Path(out), hashlib.sha256()
     for file in [out / 'metadata.csv', *sorted((out / 'wavs').glob('*.wav'))]:
         sha.update(file.name.encode() + file.read_bytes())
@@ -105,7 +105,7 @@ def make_corpus(
     limit: int | None = None,               # sentences per language; default: all
     progress=lambda done, total: None,      # called after each clip
 ) -> list[_Utterance]:
-    "Speak a corpus into `out`, whole or not at all; raises `UserError` where `out` holds something else."
+    "Write a corpus to `out`, complete or not at all; `UserError` if `out` holds anything else."
     out, sentences = Path(out), {language: list(texts)[:limit] for language, texts in sentences.items()}
     settings = {'sentences': sentences, 'voices': {speaker: list(v) for speaker, v in voices.items()}}
     clips = _plan_corpus(sentences, voices)
@@ -118,7 +118,7 @@ def make_corpus(
 
 # %% ../../nbs/app/demo_corpus.ipynb #9add6dd9
 def held_out_pairs(clips: list[_Utterance], n: int = 16, seed: int = 0) -> list[_Utterance]:
-    "`n` clips to hold out of training, which keeps each sentence and voice; `UserError` if too few clips."
+    "`n` clips to hold out; training keeps every sentence and voice. `UserError` for too few clips."
     order = np.random.default_rng(seed).permutation(len(clips))
     keys = lambda c: [c.language, (c.language, c.text), c.speaker, (c.speaker, c.language)]
     left, lost, held = Counter(k for c in clips for k in keys(c)), Counter(), []

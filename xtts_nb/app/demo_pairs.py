@@ -23,7 +23,7 @@ from ..speech.listen import hits
 
 # %% ../../nbs/app/demo_pairs.ipynb #a3002c79
 class Pair(NamedTuple):
-    "A sentence to speak in a voice: the recorded clip of both, and the clip that the voice is taken from."
+    "A sentence to speak in a voice: the clip of both, and a reference clip of the voice."
     set: str          # `train` or `heldout`
     target: object    # a row of the corpus
     reference: object
@@ -33,7 +33,7 @@ def choose_pairs(
     n: int = 16,
     seed: int = 0,    # of the choice
 ) -> list[Pair]:      # n of training, n held out
-    "The pairs to speak; the GPT neither learns from held-out clips nor takes a voice from them."
+    "The pairs to speak; held-out clips serve neither for training nor as references."
     held = held_out_pairs(clips, n, seed)
     known = [c for c in clips if c not in set(held)]
     chosen = {'train': held_out_pairs(known, n, seed + 1), 'heldout': held}
@@ -53,9 +53,9 @@ def _speak_pairs(
     pairs: list[Pair],
     corpus: Path,
     folder: Path,             # receives `<set>-<clip>.wav`
-    max_seconds: float,       # a model that never stops is cut here
+    max_seconds: float,       # cuts off a model that never stops
 ) -> list[Path]:
-    "Speak every pair into a wav file."
+    "Speak every pair to a wav file."
     speaker = Speaker(xtts, temperature=0., max_seconds=max_seconds)
     wavs = [corpus / 'wavs' / f'{p.reference.id}.wav' for p in pairs]
     mels = speaker.mels([p.target.text for p in pairs], [p.target.language for p in pairs], wavs)
@@ -71,7 +71,7 @@ def _score_pairs(
     clips: list,              # all rows of the corpus, held-out ones included
     corpus: Path,
     config: XTTSConfig,
-) -> list[tuple[bool, bool]]:    # (sentence, voice) right, for each pair
+) -> list[tuple[bool, bool]]:    # (sentence, voice) right, per pair
     "Score spoken files against the recordings, by DTW over log-mels."
     mel = _mel_function(config.model.audio, config.model.audio.dvae_n_fft)
     recorded = {c.id: mel(load_audio(corpus / 'wavs' / f'{c.id}.wav')).numpy() for c in clips}
@@ -85,12 +85,12 @@ def _score_pairs(
 
 # %% ../../nbs/app/demo_pairs.ipynb #cddaa6f7
 def _count_hits(pairs: list[Pair], scores: list[tuple[bool, bool]], name: str) -> tuple[int, int, int]:
-    "Right sentences, right voices, and all pairs of a set."
+    "Counts of right sentences, right voices and pairs in a set."
     chosen = [s for p, s in zip(pairs, scores) if p.set == name]
     return sum(s for s, _ in chosen), sum(v for _, v in chosen), len(chosen)
 
 def _write_pairs(path: Path, pairs: list[Pair], spoken: list[Path], corpus: Path):
-    "The spoken pairs as CSV, with paths relative to its folder, so that anyone can score them again."
+    "Write the spoken pairs as CSV, with paths relative to it, so that they can be scored again."
     relative = lambda p: p.relative_to(path.parent).as_posix()
     wav = lambda clip: relative(corpus / 'wavs' / f'{clip.id}.wav')
     with atomic_file(path) as part, open(part, 'w', newline='', encoding='utf-8') as f:

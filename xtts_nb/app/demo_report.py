@@ -22,7 +22,7 @@ from ..train.trainer import Trainer
 
 # %% ../../nbs/app/demo_report.ipynb #757c3ec7
 def _key_figures(result: dict) -> str:
-    "The first lines of the report."
+    "The report's key figures."
     counts = result['spoken']
     held_out = counts['heldout_total']
     return facts({'clips learned by the GPT': result['corpus']['clips'] - held_out,
@@ -35,7 +35,7 @@ def _key_figures(result: dict) -> str:
 
 # %% ../../nbs/app/demo_report.ipynb #6d9ce7b0
 def _charts(result: dict, trainer: Trainer, sampler: Sampler) -> list[str]:
-    "Both comparisons, the losses and the utilisation."
+    "Charts of both comparisons, the losses and the utilisation."
     lines = read_json_lines(trainer.run / 'metrics.jsonl')
     losses = {'audio codes': [l['code_loss'] for l in lines], 'text': [l['text_loss'] for l in lines]}
     data, step = result['data_before_after'], result['step_before_after']
@@ -68,7 +68,7 @@ def _pair_section(pair: Pair, spoken: Path, score: tuple[bool, bool], corpus: Pa
 # %% ../../nbs/app/demo_report.ipynb #12553b1f
 def _demo_report(out: Path, result: dict, pairs: list[Pair], spoken: list[Path], scores: list,
                  trainer: Trainer, sampler: Sampler):
-    "`report.html` for a result of `run_demo`: figures, comparisons, loss, utilisation, mels and players."
+    "Write `report.html` of `run_demo`: figures, comparisons, loss, utilisation, mels, players."
     audio, counts = trainer.xtts.config.model.audio, result['spoken']
     mel = _mel_function(audio, audio.dvae_n_fft)
     lead = ('Pairs of sentence and voice that never occurred together in the training of the GPT; the DVAE '

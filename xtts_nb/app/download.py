@@ -23,14 +23,14 @@ from ..files import (
 # %% ../../nbs/app/download.ipynb #0824ccdb
 @dataclass(frozen=True)
 class _Source:
-    "What is downloaded for a name."
+    "A named download."
     name: str
     files: list[dict]     # as `download.json` lists them
     licence: str
-    url: str              # of the folder that holds the files
+    url: str              # of the files' folder
     hub: tuple = ()       # repository and commit on the Hub; if empty, the only file is an archive
     terms: bool = False   # the first file is a licence that must be accepted
-    use: str = 'prepare {} --out CACHE'   # the command that takes the folder
+    use: str = 'prepare {} --out CACHE'   # the command that uses the folder
 
 def _file(name: str, size: int, sha256: str) -> dict:
     return {'file': name, 'bytes': size, 'sha256': sha256, 'checked': 'pinned'}
@@ -82,7 +82,7 @@ def source_rows() -> list[dict]:
             for s in _SOURCES.values()]
 
 def _find_source(name: str) -> _Source:
-    "The source of that name; raises `UserError` with the names there are."
+    "The source of that name; raises `UserError` with the known names."
     if name in _SOURCES: return _SOURCES[name]
     if name == 'common-voice':
         raise UserError(f'{name}: asks you to agree to its terms; '
@@ -91,7 +91,7 @@ def _find_source(name: str) -> _Source:
 
 # %% ../../nbs/app/download.ipynb #3f0be7a4
 def _fetch(source: _Source, file: dict, folder: Path, base: str | None):
-    "Fetch one file into `folder`, from a mirror if `base` is given; a file that is there is only compared."
+    "Fetch one file into `folder`, from the mirror `base` if given; verifies an existing file."
     import pooch
     name, sha256, base = file['file'], file['sha256'], base and base.rstrip('/')
     if source.hub:
@@ -106,24 +106,24 @@ def _fetch(source: _Source, file: dict, folder: Path, base: str | None):
                    downloader=partial(_resumed, folder / f'{name}.part', file['bytes']))
 
 def _resumed(part: Path, size: int, url: str, out: str, pooch):
-    "A downloader for pooch: what has arrived stays in `part`, and the next call asks for the rest."
+    "A downloader for pooch that resumes: partial data stays in `part`."
     import requests
     from tqdm import tqdm
     have = part.stat().st_size if part.exists() else 0
-    if have > size: have = 0   # not of this file
+    if have > size: have = 0   # of another file
     wanted = {'Accept-Encoding': 'identity'} | ({'Range': f'bytes={have}-'} if have else {})
     if have < size or not part.exists():
         with requests.get(url, headers=wanted, stream=True, timeout=30) as answer:
             answer.raise_for_status()
-            if answer.status_code != 206: have = 0   # this server sends whole files only
+            if answer.status_code != 206: have = 0   # this server cannot resume
             bar = tqdm(desc=part.stem, total=size, initial=have, unit='B', unit_scale=True, disable=None)
             with bar, open(part, 'ab' if have else 'wb') as file:
                 for data in answer.iter_content(1 << 16): bar.update(file.write(data))
-    part.replace(out)   # pooch compares the checksum; a wrong file is fetched from its start again
+    part.replace(out)   # pooch verifies the checksum; a wrong file is fetched again from the start
 
 @contextmanager
 def _fetching(source: _Source, base: str | None, out: str | Path):
-    "Raise any error as a `UserError`."
+    "Context manager: re-raises errors as `UserError`."
     try: yield
     except UserError: raise
     except Exception as e:
@@ -146,8 +146,8 @@ def _terms(source: _Source, base: str | None = None) -> str:
 def download(
     source: _Source,
     out: str | Path,           # folder to create
-    base: str | None = None,   # address of a mirror; the checksums hold there too
-    accept: bool = False,      # the terms of the licence, if it has any
+    base: str | None = None,   # address of a mirror; checksums are the same
+    accept: bool = False,      # the licence terms, if any
 ) -> dict:
     "Fetch a source: `{name, folder, files}`."
     if source.terms and not accept:
@@ -165,10 +165,10 @@ def _download_text(source: _Source, result: dict) -> str:
 
 # %% ../../nbs/app/download.ipynb #e240e8b8
 def _complete(source: _Source, out: Path) -> bool:
-    "Whether `out` holds the complete source or nothing; raises `UserError` for anything else."
+    "Whether `out` holds the complete source; raises `UserError` if it holds anything else."
     import pooch
     if out.name and (not out.exists() or out.is_dir() and not any(out.iterdir())): return False
-    # an archive is removed after it was unpacked
+    # an archive is removed after unpacking
     intact = lambda f: not source.hub or pooch.file_hash(out / f['file']) == f['sha256']
     with suppress(UserError, OSError, TypeError, KeyError):
         stored = read_json(out / 'download.json')
@@ -178,7 +178,7 @@ def _complete(source: _Source, out: Path) -> bool:
                     'remove it or choose another.')
 
 def _is_of(source: _Source, name: str) -> bool:
-    "Whether an unfinished download of a source has such a file: also those of pooch and the Hub's client."
+    "Whether an unfinished download may contain this file, or a temporary one of pooch or the Hub."
     files = [f['file'] for f in source.files]
     folders = {str(p) for file in files for p in Path(file).parents}
     return (name.removesuffix('.part') in files or name in folders or without_part(name) == 'download.json'
@@ -191,7 +191,7 @@ def _fill(source: _Source, out: Path, base: str | None):
     begun = is_work(work, 'download.json')
     check_own(work, lambda name: begun and _is_of(source, name), f'a download of {source.name}')
     write_json(work / 'download.json', {'for': out.name})
-    for temporary in work.glob('tmp*'): temporary.unlink()   # left by pooch in a killed process
+    for temporary in work.glob('tmp*'): temporary.unlink()   # left by pooch when killed
     sizes = lambda name: sum(p.stat().st_size for p in (work / name, work / f'{name}.part') if p.exists())
     needed = sum(max(0, f['bytes'] - sizes(f['file'])) for f in source.files)
     # an archive is unpacked next to itself
@@ -210,8 +210,8 @@ def _fill(source: _Source, out: Path, base: str | None):
 
 # %% ../../nbs/app/download.ipynb #9d683066
 def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str):
-    "Write one file; early versions of Python 3.11 have no filter that refuses links and devices."
-    if member.isdir(): return   # the folder of each file is made with it
+    "Write one file; early Python 3.11 has no filter that rejects links and devices."
+    if member.isdir(): return   # folders are created with their files
     path = inside(folder, member.name)
     if not member.isfile():
         raise UserError(f'{archive.name}: {member.name} is neither file nor folder; take another archive.')

@@ -31,7 +31,7 @@ def _version(package: str) -> str:
     except PackageNotFoundError: return 'not installed'
 
 def machine() -> dict:   # {what: value}, as text
-    "Versions, CPU, memory and cards of this machine."
+    "Versions, CPU, memory and GPUs of this machine."
     from xtts_nb import __version__
     gib = lambda n: f'{n / 2**30:.0f} GiB'
     facts = {'xtts_nb': __version__, 'Python': platform.python_version(), 'system': platform.platform()}
@@ -48,13 +48,13 @@ def machine() -> dict:   # {what: value}, as text
 # %% ../../nbs/app/machine.ipynb #4e904003
 def before_after(
     trial: StepTrial,
-    seconds: float = 5.,                # for each
+    seconds: float = 5.,                # per mode
     probe: Callable | None = None,      # default: the GPUs, else the CPU
 ) -> list[dict]:   # {name, clips_per_s, ratio, <device>: % busy}
-    "The step operation by operation and compiled, each for some seconds, and how busy the devices were."
+    "Run the step eagerly and compiled, some seconds each; returns speeds and device utilisation."
     batch, rows = to_device(trial.batch), []
     for name, step in (('eager', trial.steps['eager']), ('compiled', trial.best)):
-        wait_for(step(batch, tf.constant(0)))   # traced and compiled before the clock runs
+        wait_for(step(batch, tf.constant(0)))   # trace and compile before timing
         with Sampler(probe or best_probe(lambda line: None), say=lambda line: None) as sampler:
             start, updates = time.perf_counter(), 0
             while (spent := time.perf_counter() - start) < seconds:
@@ -69,7 +69,7 @@ def before_after(
 
 # %% ../../nbs/app/machine.ipynb #4e904004
 def _own_records(folder: Path) -> list[str]:
-    "A line for each record in a folder that was measured on this device and this kind of CPU."
+    "A line for each record in a folder that was measured on this kind of device and CPU."
     ours = device_name(), cpu_name()
     records = ((path, read_json(path)) for path in sorted(Path(folder).glob('*.json')))
     return [f'{path.name}: {one["date"]}, {one.get("command", "")}' for path, one in records

@@ -16,7 +16,7 @@ from ..settings import flat, nested
 _NOT_HERE = 'not here: '
 _NO_STYLE = f'{_NOT_HERE}the voice comes from a recording alone, without style tokens; leave it out'
 _NO_ENCODER = f'{_NOT_HERE}the speaker encoder is that of XTTS and part of the model; leave it out'
-THEIR_OPTIONS = {   # option of MyXTTS -> ours with its VALUE, nothing if it changes nothing, or a reason
+THEIR_OPTIONS = {   # MyXTTS option -> ours with its VALUE, nothing if it has no effect, or a reason
     '--train-data VALUE': '--data VALUE', '--checkpoint-dir VALUE': '--run VALUE',
     '--pad-to-fixed-length': '--enable-static-shapes', '--no-prefetch-to-gpu': '--disable-gpu-prefetch',
     '--enable-eager-debug': '--set training.gpt.mode=eager',
@@ -56,10 +56,10 @@ THEIR_OPTIONS = {   # option of MyXTTS -> ours with its VALUE, nothing if it cha
 
 # %% ../../nbs/guides/from_myxtts.ipynb #91a5002a
 def our_options(
-    words: list[str],   # of a command line
-    say: Callable = print,   # receives a line on each option that is translated
+    words: list[str],   # a command line
+    say: Callable = print,   # receives a line per translated option
 ) -> list[str]:
-    "The command line with ours for options of MyXTTS; raises `UserError` for one without counterpart."
+    "Translate MyXTTS options of a command line; raises `UserError` for one without equivalent."
     table = {old.split()[0]: (old, new) for old, new in THEIR_OPTIONS.items()}
     left, out = [*words], []
     while left:
@@ -73,14 +73,14 @@ def our_options(
         ours = new.split()
         if old.endswith('VALUE') and not equals:
             if left: value = left.pop(0)
-            elif ours: ours = ours[:1]   # the parser says that its value is missing
+            elif ours: ours = ours[:1]   # the parser reports its missing value
         out += [part.replace('VALUE', value) for part in ours]
         say(f'{name} is {new.split("=")[0].removesuffix(" VALUE")} here.' if new else
             f'{name} does nothing here.')
     return out
 
 # %% ../../nbs/guides/from_myxtts.ipynb #91a50008
-THEIR_SETTINGS = {   # key of MyXTTS, in any section -> ours, and its value there; None: done anyway
+THEIR_SETTINGS = {   # MyXTTS key, in any section -> ours and its value; None: always done
     'enable_eager_debug': ('training.gpt.mode', {True: 'eager', False: None}.__getitem__),
     'enable_graph_mode': ('training.gpt.mode', {False: 'eager', True: None}.__getitem__),
     'enable_xla_compilation': ('training.gpt.mode', {True: 'xla', False: 'graph'}.__getitem__),
@@ -94,7 +94,7 @@ THEIR_SETTINGS = {   # key of MyXTTS, in any section -> ours, and its value ther
         'enhanced_gpu_prefetch': 'data.prefetch_to_gpu', 'max_text_length': 'data.max_text_tokens',
         'pipeline_buffer_size': 'data.prefetch_buffer_size', 'n_mels': 'model.audio.n_mels',
         'sample_rate': 'model.audio.sample_rate'}.items()}}
-ABSENT_SETTINGS = {   # key of MyXTTS -> why there is none, and the values that change nothing; None: any
+ABSENT_SETTINGS = {   # MyXTTS key -> why we have none, and values without effect; None: any
     'use_tf_native_loading': ('reading is always native', (True,)),
     'optimize_cpu_gpu_overlap': ('data.prefetch_buffer_size batches are always made ahead', (True,)),
     'enable_tensorrt': ('the step is compiled as training.gpt.mode says', (False,)),
@@ -117,7 +117,7 @@ def _is_ours(key: str) -> bool:
     return True
 
 def _converted(key: str, value, where: str) -> tuple[str, object] | None:
-    "Our key and value for one of MyXTTS; `None` if there is none."
+    "Our key and value for a MyXTTS key; `None` if there is none."
     name = key.rpartition('.')[2]
     if name not in THEIR_SETTINGS:
         ours = key.count('.') < 2 and not key.startswith('voice.') and _key_named(name)
@@ -132,7 +132,7 @@ def our_keys(
     keys: dict,     # {key: value} of a file
     where: str,     # name of the file, for messages
 ) -> tuple[dict, list[str]]:
-    "The settings with our keys, and a line on each key of MyXTTS; unknown ones stay."
+    "The settings with our keys, and a line per translated key; unknown keys stay."
     own, lines, theirs = {}, [], []
     for key, value in keys.items():
         name = key.rpartition('.')[2]
@@ -156,17 +156,17 @@ def our_keys(
 # %% ../../nbs/guides/from_myxtts.ipynb #1dba5db7
 def _keys_of(
     path: str | Path,
-    say: Callable = print,   # receives a line on each key of MyXTTS
+    say: Callable = print,   # receives a line per MyXTTS key
 ) -> dict:                   # {key: value}
-    "The settings of a YAML file, ours or MyXTTS's."
+    "The settings in a YAML file, ours or MyXTTS's."
     keys, lines = our_keys(flat(read_settings(path)), str(path))
     for line in lines: say(line)
     return keys
 
 def _load_config(
     path: str | Path,
-    say: Callable = print,             # receives a line on each key of MyXTTS
-    base: XTTSConfig = XTTSConfig(),   # settings for the keys that the file leaves out
+    say: Callable = print,             # receives a line per MyXTTS key
+    base: XTTSConfig = XTTSConfig(),   # settings for keys missing in the file
 ) -> XTTSConfig:
-    "All settings with those of a YAML file, ours or MyXTTS's."
+    "`base` overridden by a YAML file, ours or MyXTTS's."
     return base.replace(str(path), **nested(_keys_of(path, say)))

@@ -34,7 +34,7 @@ def training(
     cache: Cache,
     config: XTTSConfig,
 ) -> tuple:               # (dataset, step)
-    "Batches and step of a training, as `diagnose` takes them."
+    "Batches and step of a training, as arguments of `diagnose`."
     keras.utils.set_random_seed(config.training.gpt.seed)
     xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
     trainer, numbers = Trainer(xtts, BatchPlan(cache, config.data)), itertools.count()
@@ -46,7 +46,7 @@ def training(
 def cache_for(
     data: str | Path | None,   # a cache; default: the workspace's, else synthetic clips
     config: XTTSConfig | None,
-    clips: int = 16,           # of each synthetic voice
+    clips: int = 16,           # per synthetic voice
     say=print,
 ):                             # yields a Cache
     "The cache to measure on."
@@ -61,7 +61,7 @@ def cache_for(
 def _first_number(text: str) -> int: return int(next(iter(re.findall(r'\d+', text)), 4))
 
 def _change_for(finding: Finding, config: XTTSConfig) -> dict | None:
-    "The keys that fix a finding, by section; `None` if there are none, or if they are set already."
+    "The settings that fix a finding, by section; `None` if there are none or they are already set."
     data = config.data
     changes = {
         'no prefetch': {'data': {'prefetch_buffer_size': max(4, data.prefetch_buffer_size)}},
@@ -85,19 +85,19 @@ def _changed_keys(before: XTTSConfig, after: XTTSConfig) -> list[str]:
     return [f'{key}: {old} -> {new}' for key, (old, new) in config_diff(before, after).items()]
 
 # %% ../../nbs/app/quick_fix.ipynb #fe698129
-_LEARNING = 'data.batch_size', 'training.gpt.precision'   # keys on which depends what is learned
+_LEARNING = 'data.batch_size', 'training.gpt.precision'   # keys that affect the trained model
 
 def _apply_settings(
     cache: Cache,
     config: XTTSConfig,
     verdict: Diagnosis,
     batches: int = 24,
-    seconds: float = 5.,       # for each run
+    seconds: float = 5.,       # per run
     say=print,                 # receives a line per fix
-    change_learning: bool = False,   # also try keys of `_LEARNING`
+    change_learning: bool = False,   # also try `_LEARNING` keys
 ) -> tuple[XTTSConfig, list[_FixTrial]]:
-    "Try the fixes as changes of keys, one by one, and keep those that are clearly faster."
-    trials, now = [], None   # now: the training with the changes kept so far
+    "Try the fixes one by one as changed settings, and keep those that are clearly faster."
+    trials, now = [], None   # now: training with the changes kept so far
     for finding in verdict:
         change, gain, kept = _change_for(finding, config), None, False
         keys = flat(change or {})
@@ -123,13 +123,13 @@ def _apply_settings(
 def _quick_fix(
     cache: Cache,
     config: XTTSConfig,
-    out: str | Path | None,    # file for the faster settings, written only if there are any
+    out: str | Path | None,    # file for faster settings, written only if found
     batches: int = 24,
-    seconds: float = 40.,      # of the diagnosis, about
-    say=print,                 # receives lines on what is done
-    change_learning: bool = False,   # as of `_apply_settings`
+    seconds: float = 40.,      # of the diagnosis, approximately
+    say=print,                 # receives progress lines
+    change_learning: bool = False,   # as in `_apply_settings`
 ) -> dict:                     # diagnosis, trials, changes, verified_gain, verified, config, train
-    "Diagnose a training, keep the settings that make it faster, write them and measure once more."
+    "Diagnose a training, keep settings that make it faster, write them and measure again."
     if out and Path(out).exists():
         raise UserError(f'{out}: already exists; choose another name with --out or remove it.')
     verdict = diagnose(*training(cache, config), batches=batches, seconds=seconds)

@@ -22,15 +22,15 @@ from ..train.step import _check_modes_agree, first_steps, MODES, random_batch, s
 from ..train.trainer import Trainer
 
 # %% ../../nbs/app/speed.ipynb #464cab70
-_CHAINED = 8   # products in one call, so that starting them takes no noticeable time
+_CHAINED = 8   # products per call, so that the launch time is negligible
 
 def _matmul_ceiling(
     precision: str,
-    rows: int,          # B L, positions of a batch
+    rows: int,          # B * L, positions of a batch
     width: int,         # D
     rounds: int = 5,
 ) -> float:
-    "Floating-point operations per second of the step's largest products on this device, without XLA."
+    "FLOP/s of the step's largest matrix products on this device, without XLA."
     x, up, down = (tf.cast(tf.random.normal(shape), precision)
                    for shape in ((rows, width), (width, 4 * width), (4 * width, width)))
 
@@ -60,10 +60,10 @@ class _OneBatchTrainer(Trainer):
         return tf.data.Dataset.from_tensors(self.batch).repeat(last - first).prefetch(2)
 
 def loop_seconds(step, batch: dict, config: XTTSConfig, steps: int) -> tuple[float, int]:
-    "Seconds per step in the loop, and the host synchronisations between two log lines, `steps` steps apart."
+    "Seconds per step in the loop, and host synchronisations between two log lines, `steps` apart."
     settings = {'log_every': steps, 'checkpoint_every': 10**6, 'validate_every': 0}
     trainer, counts = _OneBatchTrainer(step, batch, config.replace(training={'gpt': settings})), []
-    trainer.fit(steps * -(-4 // steps))   # the trainer times its first few steps one by one
+    trainer.fit(steps * -(-4 // steps))   # the trainer times its first few steps singly
     with host_syncs() as syncs: trainer.fit(trainer.step + 2 * steps, lambda *_: counts.append(len(syncs)))
     return config.data.batch_size / trainer.timer.rates[-1], counts[1] - counts[0]
 
@@ -71,7 +71,7 @@ def loop_seconds(step, batch: dict, config: XTTSConfig, steps: int) -> tuple[flo
 _ARMS = MODES | {f'{mode}_bf16': {'mode': mode, 'precision': 'bfloat16'} for mode in ('graph', 'xla')}
 
 def _step_positions(config: XTTSConfig, text: int, codes: int) -> int:
-    "Positions of a row in the transformer: the prompt, text and codes with START and STOP."
+    "Positions per row in the transformer: prompt, text and codes with START and STOP."
     return config.model.gpt.prompt_latents + text + codes + 4
 
 @_products_in_tf32(False)
@@ -80,10 +80,10 @@ def step_speed(
     text: int,                   # T
     codes: int,                  # S
     rounds: int = 7,
-    others: dict[str, Callable] | None = None,   # steps of other libraries; a call does one
+    others: dict[str, Callable] | None = None,   # other libraries' steps; a call runs one
     progress=None,               # called with (done, total)
 ) -> list[dict]:   # name, first_s, step_ms, ratio, spread, clips_per_s, au, mfu, positions, ..., syncs
-    "The step in all modes, without dropout; `None` where a number does not apply."
+    "Time the step in all modes, without dropout; `None` if a number does not apply."
     batch, steps = random_batch(config, text, codes), step_modes(config, 5, _ARMS)
     plain = {name: step for name, step in steps.items() if not name.endswith('bf16')}
     seconds_of_first = first_steps(steps, batch)
@@ -114,7 +114,7 @@ def busy_picture(
     one: dict,                  # a record of `busy`
     variants: dict[str, str],   # {row: its label}, from left to right
 ):                              # IPython Image
-    "The utilisation of a GPU in the last round of some variants of a training."
+    "GPU utilisation in the last round of some training variants."
     from IPython.display import Image
     last = {name: span for name, *span in arm_spans(one['arms'])}
     samples, arms, shift = [], [], 0.

@@ -33,19 +33,19 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 bench_app = typer.Typer(no_args_is_help=True, help='Measure a bottleneck before and after its fix.')
 app.add_typer(bench_app, name='bench', rich_help_panel='Speed')
 convert_app = typer.Typer(no_args_is_help=True,
-                          help='Checkpoints of coqui-tts, in and out, and SavedModels.')
+                          help='Convert from and to coqui-tts, and to SavedModels.')
 app.add_typer(convert_app, name='convert', rich_help_panel='Speak')
 
 def option(kind, text: str, *names: str, **settings):
-    "The annotation of an option, with its help; names and settings are those of `typer.Option`."
+    "Annotation of an option with its help; names and settings as in `typer.Option`."
     return Annotated[kind, typer.Option(*names, help=text, **settings)]
 
 def argument(kind, text: str, **settings):
-    "The annotation of an argument, with its help."
+    "Annotation of an argument with its help."
     return Annotated[kind, typer.Argument(help=text, **settings)]
 
 def _checked(name: str) -> dict:
-    "Settings of an option whose paths a function of `files` checks, before TensorFlow is loaded."
+    "Option settings: a function of `files` checks the paths, before TensorFlow is loaded."
     def check(param: typer.CallbackParam, value):
         from xtts_nb import files
         from xtts_nb.config import UserError
@@ -59,19 +59,19 @@ def _checked(name: str) -> dict:
 EXISTS, FOLDER, MODEL = map(_checked, ('check_exists', 'check_folder', 'check_model'))
 
 Json = option(bool, 'Print one JSON object as the last line of stdout.', '--json')
-Preset = option(str, 'Sizes of the model: tiny, or xtts_v2 as released.')
+Preset = option(str, 'Model size: tiny, or xtts_v2 as released.')
 Record = option(bool, 'Write the numbers into a new file in benchmarks/.', '--record')
-Rounds = option(int, 'Rounds to measure; each runs every variant once. --budget may end them earlier.', min=1)
-_Budget = option(float, 'Time limit in minutes; at least three rounds are run.', min=0)
-Settings = option(Path | None, 'YAML file of settings; they override the preset.', **EXISTS)
-Whisper = option(str | None, 'Transcribe recordings that have no text with this Whisper model: a folder, or '
-                             'a name such as small, which is downloaded.', '--transcribe')
+Rounds = option(int, 'Rounds to measure, each with every variant once; --budget may end them earlier.', min=1)
+_Budget = option(float, 'Time limit in minutes, after at least three rounds.', min=0)
+Settings = option(Path | None, 'YAML file of settings, which override the preset.', **EXISTS)
+Whisper = option(str | None, 'Whisper model to transcribe recordings without text: a folder, or '
+                             'a name to download, such as small.', '--transcribe')
 
 @app.callback()
 def _common(
     version: option(bool, 'Print the version.', '--version', is_eager=True,
                     callback=lambda on: _version() if on else None) = False,
-    debug: option(bool, 'Show the traceback of an error; works anywhere in the command.', '--debug') = False,
+    debug: option(bool, 'Show the traceback of an error; works anywhere.', '--debug') = False,
 ):
     pass
 
@@ -83,47 +83,47 @@ def _version():
 # %% ../../nbs/app/terminal.ipynb #5c1e77a1
 @contextmanager
 def _ending_when_unread():
-    "A block that ends the process without a word once its stdout or stderr is a pipe that nobody reads."
+    "Context manager: ends the process silently when its stdout or stderr pipe has no reader."
     copies = []
     with suppress(OSError): copies = [os.dup(fd) for fd in (1, 2)]   # rich replaces the real ones
     try: yield
-    except (BrokenPipeError, SystemExit) as e:   # typer and rich make a `SystemExit(1)` of a broken pipe
+    except (BrokenPipeError, SystemExit) as e:   # typer and rich turn a broken pipe into `SystemExit(1)`
         if not any(map(_unread, copies)):
             if isinstance(e.__context__, BrokenPipeError): raise e.__context__ from None
             raise
         with open(os.devnull, 'w') as null:
-            for fd in (1, 2): os.dup2(null.fileno(), fd)   # what is still buffered fails no more
+            for fd in (1, 2): os.dup2(null.fileno(), fd)   # buffered output no longer fails
         sys.exit(_READER_GONE)
     finally:
         for copy in copies: os.close(copy)
 
 def _unread(fd: int) -> bool:
-    "Whether `fd` is a pipe that nobody reads."
+    "Whether `fd` is a pipe without a reader."
     if not hasattr(select, 'poll'): return True   # Windows cannot tell
     poll = select.poll()
     poll.register(fd, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 def _use_utf8():
-    "Start this process again in UTF-8 mode where its locale is ASCII: no other name or text could be used."
+    "Restart this process in UTF-8 mode if its locale is ASCII, which fails on other characters."
     if codecs.lookup(sys.getfilesystemencoding()).name == 'ascii':
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {'PYTHONUTF8': '1'})
     if sys.stdout and not _is_utf8(sys.stdout): sys.stdout.reconfigure(errors='backslashreplace')
 
 def _is_utf8(stream) -> bool:
-    "Whether any character can be written to a stream."
+    "Whether a stream accepts any character."
     return codecs.lookup(getattr(stream, 'encoding', None) or 'utf-8').name == 'utf-8'
 
 # %% ../../nbs/app/terminal.ipynb #c7c1c0de
-_pressed = []   # a signal for each Ctrl-C of this command
+_pressed = []   # one signal per Ctrl-C
 
 @contextmanager
 def _hearing_ctrl_c():
-    "A block that notes each Ctrl-C: native code that calls Python renames that error, prints it or loses it."
+    "Context manager: records each Ctrl-C, since native code may rename, print or lose that error."
     hooks = sys.excepthook, sys.unraisablehook
     def hear(signum, frame):
         _pressed.append(signum)
-        sys.excepthook = sys.unraisablehook = lambda *error: None   # what native code would print
+        sys.excepthook = sys.unraisablehook = lambda *error: None   # silences native code
         raise KeyboardInterrupt
     _pressed.clear()
     usual = (signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -135,15 +135,14 @@ def _hearing_ctrl_c():
         if usual: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def _end_if_pressed():
-    "Raise the Ctrl-C that native code has lost."
+    "Raise a Ctrl-C that native code lost."
     if _pressed and threading.current_thread() is threading.main_thread(): raise KeyboardInterrupt
 
 # %% ../../nbs/app/terminal.ipynb #a9910c37
-_READER_GONE = 141   # exit code: 128 + SIGPIPE, as of other programs whose output nobody reads any more
+_READER_GONE = 141   # exit code 128 + SIGPIPE, as other programs use
 
 def main():
-    """Run a command and exit: 0, 1: a check found a fault, 2: a user error, 130: Ctrl-C, 141: the reader of
-    its output has gone, 143: SIGTERM."""
+    "Run a command. Exit codes: 1 check failed, 2 user error, 130 Ctrl-C, 141 pipe, 143 SIGTERM."
     _use_utf8()
     with _ending_when_unread(), _hearing_ctrl_c():
         try: code = _code([a for a in sys.argv[1:] if a != '--debug'], debug='--debug' in sys.argv)
@@ -155,7 +154,7 @@ def main():
     sys.exit(code)
 
 def _code(arguments: list[str], debug: bool) -> int:
-    "Run a command and return its exit code; an error that the user can correct becomes one sentence."
+    "Run a command and return its exit code; a user error is printed as one sentence."
     from xtts_nb.config import UserError
     try: code = app(arguments, standalone_mode=False, prog_name='xtts-nb')
     except UserError as e:
@@ -166,9 +165,9 @@ def _code(arguments: list[str], debug: bool) -> int:
         return _print_error(f'{e.filename or "xtts-nb"}: {e.strerror or e}.', 2)
     except Exception as e:
         if debug or not hasattr(e, 'format_message'): raise
-        message, place = e.format_message(), getattr(e, 'ctx', None)   # of a wrong option
-        message = re.sub('Input should be (.+), unable.+', r'give \1.', message)   # pydantic's words
-        if not message: return 2   # the help was printed, as nothing was given
+        message, place = e.format_message(), getattr(e, 'ctx', None)   # for a wrong option
+        message = re.sub('Input should be (.+), unable.+', r'give \1.', message)   # by pydantic
+        if not message: return 2   # no arguments: the help was printed
         command = place.command_path if place else 'xtts-nb'
         ending = '' if message.endswith(('.', '?')) else '.'
         return _print_error(f'{message}{ending} See {command} --help.', 2)
@@ -176,7 +175,7 @@ def _code(arguments: list[str], debug: bool) -> int:
     return code if isinstance(code, int) else 0
 
 def _with_flags(message: str) -> str:
-    "A message of the library, whose `mix_share` is --mix-share on a command line."
+    "A library message with `mix_share` written as --mix-share."
     if '`' not in message: return message
     def options(command): return {p.name for p in command.params}.union(
         *map(options, getattr(command, 'commands', {}).values()))
@@ -190,16 +189,16 @@ def _print_error(message: str, code: int) -> int:
     return code
 
 def to_stderr(*parts):
-    "Print a line for the user that is not the result."
+    "Print a line to stderr, apart from the result."
     print(*parts, file=sys.stderr, flush=True)
 
 # %% ../../nbs/app/terminal.ipynb #0f15db80
 @contextmanager
 def answer(as_json: bool):
-    "Yields a function that takes the result; it is printed at the end, and all other output goes to stderr."
+    "Yields a function that takes the result and prints it at the end; other output goes to stderr."
     results = []
     with redirect_stdout(sys.stderr): yield lambda value, text='': results.append((value, text))
-    for value, text in results:   # no text: stdout is what the command made, a stream of sound
+    for value, text in results:   # no text: stdout carries a stream of sound
         if as_json:
             stream = sys.stderr if text is None else sys.stdout
             print(json.dumps(value, ensure_ascii=not _is_utf8(stream)), file=stream)
@@ -208,9 +207,7 @@ def answer(as_json: bool):
 # %% ../../nbs/app/terminal.ipynb #0f15db81
 @contextmanager
 def progress():
-    """Yields `tell(name, done, total, note)`: one bar per stage on stderr, with rate and remaining time.
-
-    A log, which is not a terminal, gets a line when a stage begins, and the bars at the end."""
+    "Yields `tell(name, done, total, note)`: a progress bar per stage on stderr; in a log, lines."
     from rich.console import Console
     from rich.progress import (
         BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn)
@@ -230,24 +227,24 @@ def progress():
             for old in tasks.values(): bars.update(old, completed=bars.tasks[old].total)
             tasks[name] = bars.add_task(name, total=total, rate='', note='')
         speed = bars.tasks[tasks[name]].finished_speed or bars.tasks[tasks[name]].speed
-        room = console.width - (92 if wide else 62)   # else each column would be cut
-        if len(note) > room: note = note[:max(0, room)].rpartition('  ')[0]   # no half value
+        room = console.width - (92 if wide else 62)   # else every column would be truncated
+        if len(note) > room: note = note[:max(0, room)].rpartition('  ')[0]   # drop a partial value
         each = '' if not speed else f'{speed:,.0f}/s' if speed >= 1 else f'{1 / speed:.1f} s each'
         bars.update(tasks[name], completed=done, total=total, note=note, rate=each)
 
     with bars:
         yield tell
         for one in bars.tasks:
-            if one.total == 1: bars.update(one.id, completed=1)   # a stage without parts
+            if one.total == 1: bars.update(one.id, completed=1)   # a stage without steps
 
 # %% ../../nbs/app/terminal.ipynb #3c0d10e0
 def _limited(name: str, rounds: int, minutes: float):
-    "A block in which measurements end after `minutes`; says so on stderr."
+    "Context manager: measurements end after `minutes`; prints so to stderr."
     from xtts_nb.bench import _time_budget
     to_stderr(f'bench {name}: {rounds} rounds, or fewer in about {minutes:g} minutes; --budget MINUTES.')
     return _time_budget(60 * minutes)
 
-_DEVICES = {   # the options of `devices`, an argument of a command
+_DEVICES = {   # options that replace a command's argument `devices`
     'data_gpu': option(int | None, 'GPU that computes mels and codes of a runtime cache.', min=0),
     'model_gpu': option(int | None, 'GPU that trains.', min=0),
     'enable_memory_isolation': option(
@@ -260,27 +257,27 @@ _DEVICES = {   # the options of `devices`, an argument of a command
         min=1)}
 
 def _with_devices(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    "The same, or the options that stand for the argument `devices`."
+    "The parameter, or for `devices` the options that replace it."
     if parameter.name != 'devices': return [parameter]
     return [_under('Devices', parameter.replace(
         name=name, annotation=kind, default=False if get_args(kind)[0] is bool else None))
         for name, kind in _DEVICES.items()]
 
 def _under(heading: str, parameter: inspect.Parameter) -> inspect.Parameter:
-    "An option, shown below a heading of the help."
+    "An option under a heading of the help."
     kind, settings = get_args(parameter.annotation)
     (settings := copy(settings)).rich_help_panel = heading
     return parameter.replace(annotation=Annotated[kind, settings])
 
 def command(
     name: str,
-    panel: str | None = None,   # heading of its group in the help
+    panel: str | None = None,   # heading in the help
     group: typer.Typer = app,
-    example: str = '',          # what to type behind its name, for the help
-    groups: dict[str, str] = {},   # noqa: B006 -- heading in its help -> the options there, by name
-    **settings,                 # of `typer.Typer.command`
+    example: str = '',          # arguments after its name, for the help
+    groups: dict[str, str] = {},   # noqa: B006 -- heading in its help -> names of options
+    **settings,                 # for `typer.Typer.command`
 ):
-    "Makes a command of a function that returns the result, its text and, unless 0, the exit code."
+    "Decorator: makes a command of a function that returns result, text and perhaps an exit code."
     headings = {option: heading for heading, options in groups.items() for option in options.split()}
     def register(function):
         parameters = inspect.signature(function).parameters
@@ -303,16 +300,16 @@ def command(
     return register
 
 def shown(name: str, group: typer.Typer, example: str) -> str:
-    "The last line of a command's help: an example of it."
+    "An example as the last line of a command's help."
     names = {id(g.typer_instance): f'{g.name} ' for g in app.registered_groups}
     return f'Example: xtts-nb {names.get(id(group), "")}{name} {example}'.rstrip()
 
 # %% ../../nbs/app/terminal.ipynb #dc6f036e
 def from_checkout(
-    name: str,                  # a module of `benchmarks`, as in diagnosis.programs.score
+    name: str,                  # a module of `benchmarks`, such as diagnosis.programs.score
     what: str,                  # the command that needs it
 ):
-    "Import a module of `benchmarks/` that a command runs; `UserError` where there is no checkout."
+    "Import a module of `benchmarks/`; raises `UserError` outside a checkout."
     import importlib
     from xtts_nb.config import UserError
     root = Path(__file__).parents[2]
@@ -323,17 +320,16 @@ def from_checkout(
     return importlib.import_module(f'benchmarks.{name}')
 
 # %% ../../nbs/app/terminal.ipynb #4012d1c2
-def start(**requested):   # arguments of `setup_devices`
-    "Prepare TensorFlow for a command, before it computes anything; returns the plan of its devices."
+def start(**requested):   # for `setup_devices`
+    "Set up TensorFlow for a command; returns its device plan."
     from xtts_nb.config import setup_tf
-    setup_tf(tf32=False)   # codes, parity and comparisons are exact; a training sets `training.gpt.tf32`
+    setup_tf(tf32=False)   # exact codes, parity and comparisons; training sets `training.gpt.tf32`
     _end_if_pressed()
     from xtts_nb.devices import setup_devices
     return setup_devices(say=to_stderr, **requested)
 
 def table(title: str, rows: list[dict]) -> str:
-    """Rows of a comparison as text. No figure is cut or broken: where the columns do not fit, each row
-    becomes a column."""
+    "Rows of a comparison as text; transposed if the columns do not fit, so that no number is cut."
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -353,7 +349,7 @@ def table(title: str, rows: list[dict]) -> str:
     return '\n'.join(map(str.rstrip, captured.get().rstrip().splitlines()))
 
 # %% ../../nbs/app/terminal.ipynb #db60e1b8
-_WRITERS = {   # {record: the command that writes it}; `records._TOOLS` has those of scripts
+_WRITERS = {   # {record: its command}; for scripts see `records._TOOLS`
     'config': 'bench config', 'data': 'bench data', 'model': 'bench model', 'step_speed': 'bench train',
     'dual': 'bench dual', 'diagnosis': 'bench diagnose', 'say': 'bench say',
     'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'demo': 'demo',
@@ -363,23 +359,23 @@ def write_record(
     page: str,         # a key of `_WRITERS` or `records._TOOLS`
     rows: list[dict],
     program: str = 'xtts-nb',
-    **notes,           # conditions of the measurement: sizes, lengths
+    **notes,           # measurement conditions: sizes, lengths
 ):
-    "Write the numbers of a command into a new file in `benchmarks/` and print its name to stderr."
+    "Write a command's numbers to a new file in `benchmarks/` and print its name to stderr."
     from xtts_nb.records import benchmarks, record
     command = ' '.join([program, shlex.join(map(_without_folder, sys.argv[1:]))])
     path = record(page, rows, benchmarks(), command.strip(), **notes)
     to_stderr(f'Recorded: {path}')
 
 def _without_folder(argument: str) -> str:
-    "An argument, where a path outside the working directory is shortened to its last part."
+    "An argument; a path outside the working directory is shortened to its name."
     option, equals, value = argument.rpartition('=')
     outside = Path(value).is_absolute() or '..' in Path(value).parts
     return f'{option}{equals}{Path(value).name}' if outside else argument
 
 # %% ../../nbs/app/terminal.ipynb #e3681f9a
 def load_settings(preset: str, config: Path | None, made: Path | None = None):
-    "Settings of a file, ours or a guide's, laid over those of a cache or run, or of a preset."
+    "Settings of a cache or run, or of a preset, overridden by a file, ours or MyXTTS's."
     from xtts_nb.config import UserError, XTTSConfig
     from xtts_nb.files import check_folder
     if made: check_folder(made)
@@ -388,10 +384,10 @@ def load_settings(preset: str, config: Path | None, made: Path | None = None):
     return with_file(XTTSConfig.load(made / 'config.yaml') if made else XTTSConfig.preset(preset), config)
 
 def with_file(base, config: Path | None):
-    "`base` with the settings of a file over it; prints to stderr how a guide's keys are converted."
+    "`base` overridden by a file; prints to stderr how MyXTTS keys are converted."
     from xtts_nb.app.myxtts import _load_config
     return _load_config(config, to_stderr, base) if config else base
 
 def given(**options) -> dict:
-    "The options that were given."
+    "The options that are not None."
     return {name: value for name, value in options.items() if value is not None and value is not False}

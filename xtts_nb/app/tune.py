@@ -29,22 +29,22 @@ from ..train.trainer import _catch_sigterm, _says_no_words, _WORDS
 
 # %% ../../nbs/app/tune.ipynb #c0720006
 class _TuningStage(NamedTuple):
-    "A command that makes one folder of several."
+    "A stage of the tuning: a command that makes one folder."
     name: str
-    words: list[str]     # behind `xtts-nb`
-    made: Path           # there when it is complete
-    reads: list[Path]    # if one of them changes, it runs again
+    words: list[str]     # after `xtts-nb`
+    made: Path           # exists when the stage is complete
+    reads: list[Path]    # a change of one reruns the stage
 
 _STAGES = 'corpus', 'prepare', 'train', 'evaluate'
-_HELD_OUT = 0.05   # of the sentences; in a small corpus each that is not learned is missed
-_JUDGED = {'eval_clips': 4, 'judge_by': 'dtw'}   # the model is chosen by its speech
+_HELD_OUT = 0.05   # share of the sentences; a small corpus needs the others for training
+_JUDGED = {'eval_clips': 4, 'judge_by': 'dtw'}   # choose the model by its speech
 
 def _judged_words(config: Path | None) -> tuple[str, ...]:   # a file with settings
-    "The options that choose the model; each that the file sets stays as it is there."
+    "The options that choose the model, except those set in the file."
     own = (read_settings(config) if config else {}).get('training')
     own = own.get('gpt') if isinstance(own, dict) else None
     asked = {key: own[key] for key in _JUDGED if key in own} if isinstance(own, dict) else {}
-    # a whole config, as a run keeps it, asks for nothing
+    # a run's complete config sets nothing by itself
     if asked == GPTTraining().model_dump(include=set(_JUDGED)): asked = {}
     left = {key: value for key, value in _JUDGED.items() if key not in asked}
     if asked.get('eval_clips') == 0: left = {}   # nothing is spoken
@@ -52,30 +52,30 @@ def _judged_words(config: Path | None) -> tuple[str, ...]:   # a file with setti
 
 # %% ../../nbs/app/tune.ipynb #c0720016
 @lru_cache
-def _sha(path: Path, stamp: int) -> str:   # stamp: when it was written
+def _sha(path: Path, stamp: int) -> str:   # stamp: modification time
     return file_sha(path)
 
 def _key(cache: Path) -> str | None:
-    "The key of a cache; None for what is none."
+    "The key of a cache; None if it is no cache."
     made = cache / 'manifest.json'
     return read_json(made).get('key') if made.is_file() else None
 
 def _older_key(mix: Path | None, facts: dict) -> str | None:
-    "The key that the cache of the older clips will have; None for an unknown one, or without older clips."
+    "The key of the older clips' cache; None if unknown, or without older clips."
     if not mix or (key := _key(mix)): return key if mix else None
     table, made = mix / 'metadata.csv', Path(facts.get('mix', '')) / 'manifest.json'
     newer = made.is_file() and table.is_file() and table.stat().st_mtime_ns > made.stat().st_mtime_ns
     return None if newer else _key(made.parent)
 
 def _goes_on(facts: dict, cache: Path, model: Path | None, mix: Path | None) -> bool:   # facts: of a run
-    "Whether a run was begun with these clips and this model, as they are now."
+    "Whether a run was started with the current state of these clips and this model."
     weights = model and Path(model) / 'model.safetensors'
     sha = _sha(weights, weights.stat().st_mtime_ns) if model and weights.is_file() else None
     wanted = {'key': _key(cache), 'base_sha': sha, 'mix_key': _older_key(mix and Path(mix), facts)}
     return ('mix' in facts) == bool(mix) and wanted == {name: facts.get(name) for name in wanted}
 
 def _run_of(out: Path, model: Path | None, mix: Path | None) -> Path:
-    "The run in `out` that continues with the cache there, else a folder for a new one."
+    "The run in `out` that can continue with the cache there, else a folder for a new one."
     if not _key(out / 'cache'): return out / 'run'
     for number in count(1):
         run = out / (f'run-{number}' if number > 1 else 'run')
@@ -87,16 +87,16 @@ def plan_tuning(
     source: Path,                 # recording, folder of recordings, or corpus
     out: Path,
     text: Path | None = None,
-    language: str | None = 'en',   # None: the one that is heard
+    language: str | None = 'en',   # None: detected from speech
     model: Path | None = None,    # to start from; None: a new one
-    skip: tuple[str, ...] = (),   # stages that are left out: corpus (the source is one), evaluate
-    prepare: tuple[str, ...] = (),   # more words for a stage
+    skip: tuple[str, ...] = (),   # stages to skip: corpus (the source is one), evaluate
+    prepare: tuple[str, ...] = (),   # more arguments for a stage
     train: tuple[str, ...] = (),
-    mix: Path | None = None,      # a cache or a corpus that the model knows already
+    mix: Path | None = None,      # a cache or corpus that the model was trained on
     judged: tuple[str, ...] = _judged_words(None),
-    cut: tuple[str, ...] = (),       # more words for the stage corpus
+    cut: tuple[str, ...] = (),       # more arguments for the stage corpus
 ) -> list[_TuningStage]:
-    "The commands from recordings to scores, in their order."
+    "The commands from recordings to scores, in order."
     for name in skip:
         if name not in ('corpus', 'evaluate'):
             raise UserError(f'tune: --skip {name}: only corpus and evaluate can be left out.')
@@ -124,10 +124,10 @@ def plan_tuning(
 
 # %% ../../nbs/app/tune.ipynb #c0720009
 def _run_stage(words: list[str]) -> dict:
-    "Run a command in a process of its own, with its messages on stderr; its result."
+    "Run a command in a child process, with its messages on stderr; returns its result."
     program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *words, '--json']
     with (subprocess.Popen(program, stdout=subprocess.PIPE, text=True, encoding='utf-8',
-                           start_new_session=True) as child,   # it hears Ctrl-C once, from here
+                           start_new_session=True) as child,   # gets Ctrl-C only from here
           _catch_sigterm(lambda *_: child.terminate())):
         try: output = child.communicate()[0]
         except KeyboardInterrupt:
@@ -139,10 +139,10 @@ def _run_stage(words: list[str]) -> dict:
     if code:
         raise UserError(f'tune: the stage {words[0]} has failed (see above); fix the cause, and give the '
                         'same command again. Complete stages are kept.')
-    return json.loads(output.rstrip('\n').rpartition('\n')[2])   # JSON may hold other ends of lines
+    return json.loads(output.rstrip('\n').rpartition('\n')[2])   # JSON may contain others
 
 def _stamps(paths: list[Path]) -> list:
-    "What tells whether files have changed."
+    "Stamps that change with the files."
     return [[str(path.resolve()), path.stat().st_mtime_ns] for path in paths if path.exists()]
 
 def _is_tuning(path: Path) -> bool:
@@ -152,9 +152,9 @@ def _is_tuning(path: Path) -> bool:
     return stages and {*done} <= {*_STAGES}
 
 def tune(
-    plan: Callable,                    # () -> stages, asked before each: another cache has another run
+    plan: Callable,                    # () -> stages; called before each stage
     out: Path,
-    say: Callable = print,             # gets a line before each stage
+    say: Callable = print,             # receives a line before each stage
     run: Callable = _run_stage,
 ) -> dict:                             # stage -> {words, read, result}
     "Run the stages that are not complete."
@@ -173,7 +173,7 @@ def tune(
         if name == 'train' and (out / 'run').exists() and not stage.made.parent.exists():
             say(f'The runs in {out} were begun with other clips or another model; they stay there, and '
                 f'{stage.made.parent} begins.')
-        for name in _STAGES[_STAGES.index(stage.name):]: done.pop(name, None)   # they are of what was before
+        for name in _STAGES[_STAGES.index(stage.name):]: done.pop(name, None)   # outdated
         write_json(path, done)
         done[stage.name] = {'words': stage.words, 'read': read, 'result': run(stage.words)}
         write_json(path, done)
@@ -181,7 +181,7 @@ def tune(
 
 # %% ../../nbs/app/tune.ipynb #c0720012
 def _losses(log: list[dict]) -> Iterator[str]:
-    "The losses of the training and of the held-out sentences, as a picture."
+    "A plot of training and held-out losses."
     for key, name in (('loss', 'training'), ('val_loss', 'held out')):
         some = [(line['step'], line[key]) for line in log if line.get(key) is not None]
         steps, values = zip(*some) if some else ((), ())
@@ -189,14 +189,14 @@ def _losses(log: list[dict]) -> Iterator[str]:
 
 # %% ../../nbs/app/tune.ipynb #c0720013
 def _tuned_model(done: dict, out: Path) -> Path:   # done: of `tune`
-    "The folder of the model that is kept: the best one, if any was judged."
+    "The folder of the kept model: the best one, if any was scored."
     run = _run(done, out)
     return run / 'best' if done['train']['result'].get('best') else run
 
 def _run(done: dict, out: Path) -> Path: return Path(done['train']['result'].get('run', out / 'run'))
 
 def _candidate(line: dict, run: Path, kept: bool) -> str:   # line: of the log, with a validation
-    "The row of a model: its scores, and one of the held-out sentences."
+    "A table row: a model's scores, and one held-out sentence."
     share = lambda name: f'{max(0., line[name]):.0%}' if name in line else ''   # below 0: no words
     cells = [f'{line["step"]:,}', f'{line["val_loss"]:.3f}', share('val_stop'), share('val_words'),
              f'{line["val_dtw"]:.2f}', share('val_length'), 'kept' if kept else '']
@@ -208,7 +208,7 @@ _CHOSEN = {'dtw': 'We keep the model whose speech has the least distance from th
            'loss': 'We keep the model with the lowest loss'}
 
 def _candidates(log: list[dict], run: Path, kept: dict, judge: str) -> Iterator[str]:   # kept: of `_kept`
-    "What was spoken at each validation."
+    "The sentences spoken at each validation."
     lines = [line for line in log if 'val_dtw' in line]
     if not lines: return
     choice = _CHOSEN[judge]
@@ -226,17 +226,17 @@ def _candidates(log: list[dict], run: Path, kept: dict, judge: str) -> Iterator[
     yield f'<div style="overflow-x: auto"><table><tr>{head}</tr>{rows}</table></div>'
 
 # %% ../../nbs/app/tune.ipynb #c0720014
-_NO_CORPUS = {'clips': [], 'dropped': [], 'missing': []}   # of a corpus that stood
+_NO_CORPUS = {'clips': [], 'dropped': [], 'missing': []}   # of an existing corpus
 
 def _kept(trained: dict, log: list[dict]) -> dict:   # trained: result of the stage
-    "The log line of the kept model, with what the stage reports of it; empty if none was judged."
+    "The kept model's log line, with the stage's report on it; empty if none was scored."
     best = trained.get('best') or {}
     return next((line | best for line in log if line['step'] == best.get('step') and 'val_loss' in line), {})
 
 def _mute(kept: dict) -> bool: return _says_no_words(kept, kept.get('heard', 0.))
 
 def _figures(result: dict, kept: dict) -> dict:   # results of the stages
-    "What was used, and of the model that is kept what it says, how it ends and what it forgot."
+    "Figures: the clips used, and the kept model's words, endings and forgetting."
     prepared, trained, corpus = result['prepare'], result['train'], result.get('corpus', _NO_CORPUS)
     seconds = sum(part['end'] - part['start'] for part in corpus['dropped'])
     missing, steps = len(corpus['missing']), f'{trained["steps"]:,}'
@@ -251,7 +251,7 @@ def _figures(result: dict, kept: dict) -> dict:   # results of the stages
         figures['loss of older clips'] = f'{old["before"]:.3f} before, {kept["val_old_loss"]:.3f} now'
     return figures
 
-def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # updates in all; from a model?
+def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # total updates; from a model?
     "Whether more updates are worth trying."
     falls = not kept or kept['step'] >= 0.8 * steps
     if _mute(kept):
@@ -267,19 +267,19 @@ def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # updates i
 
 # %% ../../nbs/app/tune.ipynb #c0720017
 def _judge(config: Path) -> str:   # of a run
-    "By what the best model was chosen."
+    "The criterion that chose the best model."
     return read_settings(config)['training']['gpt']['judge_by'] if config.is_file() else _JUDGED['judge_by']
 
 def _typed(command: str) -> str:
-    "A command to be copied."
+    "A command to copy."
     return f'<pre style="white-space: pre-wrap">{html.escape(command)}</pre>'
 
 class _Outcome(NamedTuple):
-    "What a tuning came to."
+    "The outcome of a tuning."
     figures: dict
-    kept: dict         # the line in the log of the model that is kept
+    kept: dict         # log line of the kept model
     log: list[dict]
-    judge: str         # by what it was chosen
+    judge: str         # criterion that chose it
     more: str          # whether more updates are worth trying
 
 def _outcome(done: dict, out: Path) -> _Outcome:   # done: of `tune`
@@ -291,12 +291,12 @@ def _outcome(done: dict, out: Path) -> _Outcome:   # done: of `tune`
     return _Outcome(_figures(result, kept), kept, log, judge, more)
 
 def tuning_text(done: dict, out: Path) -> str:   # done: of `tune`
-    "What was used and what came of it, in a few lines."
+    "The clips used and the result, in a few lines."
     found = _outcome(done, out)
     return '\n'.join([*(f'{name}: {value}' for name, value in found.figures.items()), found.more])
 
 def _next_commands(done: dict, out: Path, language: str) -> list[str]:   # done: of `tune`
-    "To speak, to save the voice and to serve it; the recording is the clip that fits its text best."
+    "Commands to speak, save and serve the voice, with the clip that fits its text best."
     model, voice = shlex.quote(str(_tuned_model(done, out))), 'A_FEW_SECONDS.wav'
     if clips := done.get('corpus', {}).get('result', _NO_CORPUS)['clips']:
         best = max(clips, key=lambda clip: clip['score'])
@@ -308,7 +308,7 @@ def _next_commands(done: dict, out: Path, language: str) -> list[str]:   # done:
 
 # %% ../../nbs/app/tune.ipynb #c0720018
 def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: of `tune`
-    "What was made, with links to the page of each stage."
+    "Write a page on the result, with links to each stage's page."
     result = {name: stage['result'] for name, stage in done.items()}
     found = _outcome(done, out)
     links = {'corpus': ('corpus/listen.html', 'Listen to the cuts, and see what was left out'),

@@ -46,12 +46,12 @@ def _seconds(hours: str | None, minutes: str, seconds: str, part: str | None) ->
     return 3600 * int(hours or 0) + 60 * int(minutes) + int(seconds) + float(f'0.{part or 0}')
 
 def _cues(path: Path) -> Iterator[tuple[float, float, str]]:
-    "Starts (s), ends and texts of SRT or VTT, as they are found in the wild."
+    "Starts (s), ends and texts of SRT or VTT files, malformed ones included."
     lines, vtt = dict(read_lines(path)), _is_vtt(path)
     text = '\n'.join(_SBV.sub(r'\1 --> ', lines.get(i, '')) for i in range(1, max(lines, default=0) + 1))
     head, *parts = _TIMES.split(text)
     names = [r'\n\s*\d+\s*\Z'] * bool(re.search(r'^\s*\d+\s*\Z', head, re.M)) + [r'\n\s*\n[^\n]+\n\Z'] * vtt
-    for i in range(0, len(parts), 9):   # two times of four parts, and a text
+    for i in range(0, len(parts), 9):   # two times with four parts each, and a text
         body = parts[i + 8]
         if i + 9 < len(parts) and names: body = re.sub('|'.join(names), '', body)   # of the next one
         if vtt: body = re.sub(r'\n\s*\nNOTE.*(?:\n.+)*', '', body)
@@ -72,7 +72,7 @@ def _events(path: Path) -> Iterator[tuple[float, float, str]]:
 _STAMP = re.compile(r'\[(\d+):(\d+(?:[.:]\d+)?)\]')
 
 def _lyrics(path: Path) -> Iterator[tuple[float, float, str]]:
-    "Starts (s), twice, and texts of LRC, in which a line can have several times."
+    "Starts (s), twice, and texts of LRC; a line can have several times."
     for _, line in read_lines(path):
         for stamp in _STAMP.finditer(line):
             at = 60 * int(stamp[1]) + float(stamp[2].replace(':', '.'))
@@ -83,47 +83,47 @@ _SUBTITLES = {'.srt': _cues, '.vtt': _cues, '.sbv': _cues, '.ass': _events, '.ss
 
 # %% ../../nbs/data/align.ipynb #a2b15170
 _TAGS = re.compile(r'<rt>.*?</rt>|</?[a-zA-Z][^>]*>|<[\d:.]+>|\{[^}]*\}')
-_NOTES = re.compile(   # sounds, music, who speaks
+_NOTES = re.compile(   # sounds, music, speakers
     r'\[[^\]]*\]:?|【[^】]*】|^\*[^*\n]*\*$|\([A-Z\s]+\)'
     r'|^\([^)]*\)$|^（[^）]*）|^\((?:[^\s)]+ ?){1,3}\)|[♪♫]|(?<!\S)#+(?!\S)', re.M)
 _SPEAKERS = re.compile(r'^\s*(?:>+|[-–—](?=\s|\w))?\s*([^:\n]{1,40}:(?=\s|$))?', re.M)
 
 def _without_speaker(start: re.Match) -> str:
-    "The start of a line without `JOHN:`, in any script with capital letters."
+    "The start of a line without a speaker name (`JOHN:`), in any script with capital letters."
     return start[1] if start[1] and not start[1].isupper() else ''
 
 def _spoken_text(cue: str) -> str:
-    "What is said in a cue."
+    "The spoken text of a cue."
     text = html.unescape(_TAGS.sub('', cue).replace(r'\N', '\n').replace(r'\h', ' '))
     return ' '.join(_SPEAKERS.sub(_without_speaker, _NOTES.sub(' ', text)).split())
 
 def _overlap(before: list[str], words: list[str]) -> int:
-    "How many words at the end of a caption are the first ones of the next."
+    "Number of words shared by the end of a caption and the start of the next."
     return next((k for k in range(min(len(before), len(words)), 0, -1) if before[-k:] == words[:k]), 0)
 
 def _captions(path: Path) -> list[str]:
-    "What is said in subtitles, each time once."
+    "The spoken text of subtitles, without repetitions."
     cues = sorted(_SUBTITLES.get(path.suffix.lower(), _cues)(path), key=lambda cue: cue[:2])
     cues = [(*times, text, said.split()) for *times, text in cues if (said := _spoken_text(text))]
     said, pairs = [cue[3] for cue in cues], [*pairwise(cues)]
     again = [_overlap(a[3], b[3]) for a, b in pairs]
-    # where captions roll up or grow word by word, most show old words with others, unlike a cry of "No!"
+    # rolling or growing captions mostly repeat old words next to new ones, unlike a cry of "No!"
     shown = sum(b[0] < a[1] + 0.1 and (0 < k < len(b[3]) or k > 0 and a[2] != b[2])
                 for (a, b), k in zip(pairs, again))
     for i, ((a, b), k) in enumerate(zip(pairs, again), 1):
-        twice = a[0] == b[0] and a[3] == b[3]   # the same caption twice in the file
+        twice = a[0] == b[0] and a[3] == b[3]   # duplicate caption
         if twice or 2 * shown > len(pairs): said[i] = b[3][k:]
     return [' '.join(words) for words in said if words]
 
 # %% ../../nbs/data/align.ipynb #a2b15171
-_LARGEST_BOOK = 2**26   # bytes of the text of a book
+_LARGEST_BOOK = 2**26   # bytes of text
 
 class _Tags(HTMLParser):
     "The elements of an XML file, and the paragraphs of a page."
     BLOCKS = set('p div h1 h2 h3 h4 h5 h6 li tr td th dt dd blockquote pre section br hr'.split())
     SILENT = set('head script style rt rp nav svg'.split())
     NOTES = set('noteref footnote footnotes endnote endnotes rearnote rearnotes pagebreak'.split())
-    EMPTY = set('area br col embed hr img input link meta source wbr'.split())   # have no end in HTML
+    EMPTY = set('area br col embed hr img input link meta source wbr'.split())   # void elements
     def __init__(self, text: str):
         super().__init__()
         self.elements, self.paragraphs, self.silent, self.open = [], [''], [], Counter()
@@ -156,7 +156,7 @@ class _Tags(HTMLParser):
 
 # %% ../../nbs/data/align.ipynb #a2b15181
 def _book(path: Path) -> list[str]:
-    "The paragraphs of an EPUB in the order of its spine; nothing is extracted."
+    "The paragraphs of an EPUB in spine order, read without extraction."
     try:
         with zipfile.ZipFile(path) as file:
             left = _LARGEST_BOOK
@@ -167,7 +167,7 @@ def _book(path: Path) -> list[str]:
                 if left < 0: raise ValueError('more than 64 MB of text')
                 return _Tags(_decoded(data))
             names = [*dict.fromkeys(_spine(read))]
-            if 'META-INF/encryption.xml' in file.namelist():   # fonts may be there, too
+            if 'META-INF/encryption.xml' in file.namelist():   # may list fonts only
                 locked = {unquote(a.get('uri', '')) for _, a in read('META-INF/encryption.xml').elements}
                 if locked & {*names}: raise ValueError('it is protected against copying')
             pages = [read(name) for name in names]
@@ -180,14 +180,14 @@ def _book(path: Path) -> list[str]:
 def _page(page: _Tags) -> list[str]: return [' '.join(p.split()) for p in page.paragraphs if p.strip()]
 
 def _decoded(data: bytes) -> str:
-    "The text of a page, in the encoding that it names."
+    "The text of a page, in its declared encoding."
     if data[:2] in (b'\xff\xfe', b'\xfe\xff'): return data.decode('utf-16', 'surrogateescape')
     named = re.search(rb'(?:encoding|charset)=["\']?([\w-]+)', data[:500])
     name = named[1].decode() if named and not named[1].lower().startswith(b'utf') else 'utf-8-sig'
     return data.decode(name, 'surrogateescape')
 
 def _spine(read: Callable) -> Iterator[str]:
-    "The names of the chapters, in order."
+    "Chapter names, in order."
     container = read('META-INF/container.xml').elements
     package = next((a['full-path'] for tag, a in container if tag == 'rootfile'), None)
     if package is None: raise ValueError('no book in it')
@@ -200,37 +200,37 @@ def _spine(read: Callable) -> Iterator[str]:
             yield posixpath.normpath(posixpath.join(folder, unquote(item['href'].partition('#')[0])))
 
 # %% ../../nbs/data/align.ipynb #f47649ad
-_LONG = 120    # letters between two full stops, from which on line ends divide a text
+_LONG = 120    # letters between full stops; beyond this, newlines divide a text
 
-# letters that are a syllable or more, of scripts that write no spaces between words
-_HAN = '\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff'   # with kana
-_THAI = '\u0e01-\u0e30\u0e32\u0e33\u0e40-\u0e46\u0e80-\u0eb0\u0eb2\u0eb3\u0ebd-\u0ec6'   # and Lao
+# syllable letters of scripts without spaces between words
+_HAN = '\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff'   # plus kana
+_THAI = '\u0e01-\u0e30\u0e32\u0e33\u0e40-\u0e46\u0e80-\u0eb0\u0eb2\u0eb3\u0ebd-\u0ec6'   # plus Lao
 _NO_SPACES = f'{_HAN}{_THAI}\u1000-\u102a\u1780-\u17b3'   # Burmese, Khmer
 _SYLLABLE = re.compile(f'[{_HAN}]')
 _MARKS = '，、；：。！？'
 _COMBINING = ('\u0300-\u036f\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u0eb1\u0eb4-\u0ebc\u0ec8-\u0ece'
               '\u102b-\u103e\u17b4-\u17d3')
-# without spaces each letter is a place for a cut, if espeak-ng begins a word there
+# without spaces, any letter can start a piece if espeak-ng begins a word there
 _WORD = re.compile(rf'(?:[{_NO_SPACES}][{_COMBINING}]*|[^\s{_MARKS}{_NO_SPACES}]+)[{_MARKS}]*\s*')
 _FULL_STOP = re.compile(r'[.!?…]["”’»)\]]*(?=\s|$)|[。！？।॥؟۔។။]')
 
 def _no_space_after(text: str) -> bool:
-    "Whether Chinese or Japanese continues after it without a space."
+    "Whether the text ends in Chinese or Japanese, which continues without a space."
     return bool(re.search(rf'(?:{_SYLLABLE.pattern}|[{_MARKS}”’」』])$', text))
 
 def _length(text: str) -> int:
-    "Letters of a text; a syllable of Chinese or Japanese takes as long as three."
+    "Letters of a text; a Chinese or Japanese syllable counts as three."
     return len(text) + 2 * len(_SYLLABLE.findall(text))
 
 def _wrapped(lines: list[tuple[int, str]]) -> bool:
-    "Whether lines end where the next word would not have fitted."
+    "Whether lines are wrapped: each ends where the next word would not have fitted."
     width = max((len(line) for _, line in lines), default=0)
     first = lambda line: word.end() if (word := _WORD.search(line)) else len(line)
     full = [len(line) + first(after) >= width for (a, line), (b, after) in pairwise(lines) if b == a + 1]
     return sum(full) >= 0.9 * len(full)
 
 def _joined(lines: list[str], divide: bool = True) -> list[str]:
-    "Lines as one paragraph; where there is no full stop for long, each is a paragraph."
+    "Join lines to one paragraph; without full stops for long, each line is a paragraph."
     if not divide or len(lines) < 2: return [' '.join(lines)] if lines else []
     ends = [*accumulate(len(line) + 1 for line in lines)]
     text = ' '.join(lines)
@@ -248,11 +248,11 @@ _WEB = '.html', '.htm', '.xhtml'
 _OTHER = {*'.pdf .doc .docx .odt .rtf .mobi .azw .fb2 .json .csv .tsv .textgrid .xml .smi .sub'.split()}
 
 def _has_times(path: Path) -> bool:
-    "Whether a file of any name holds SRT or VTT."
+    "Whether a file contains SRT or VTT, whatever its name."
     return any(_TIMES.match(line) for _, line in islice(read_lines(path), 2)) or _is_vtt(path)
 
 def read_paragraphs(path: str | Path) -> list[str]:
-    "The paragraphs of a text file or an EPUB, or what is said in subtitles in the order of their times."
+    "The paragraphs of a text file or EPUB, or the spoken text of subtitles in time order."
     path, suffix = Path(path), Path(path).suffix.lower()
     if suffix in _OTHER: raise UserError(f'{path}: is not plain text; save what was read as .txt.')
     if suffix == '.epub': paragraphs = _book(path)
@@ -278,18 +278,18 @@ def read_paragraphs(path: str | Path) -> list[str]:
 class Sentence(NamedTuple):
     "A sentence as it is spoken."
     text: str
-    words: list[int]      # where each word begins in `text`
+    words: list[int]      # word starts in `text`
     spoken: str           # for espeak-ng
-    places: list[int]     # where each word begins in `spoken`
-    inner: bool = False   # whether it is part of a long one, which continues
+    places: list[int]     # word starts in `spoken`
+    inner: bool = False   # whether it is a part of a long sentence, not its end
 
-_ESPEAK_NAMES = {'zh-cn': 'cmn'}   # where its name differs from the code
+_ESPEAK_NAMES = {'zh-cn': 'cmn'}   # names that differ from the code
 _AS_WRITTEN = 'zh-cn', 'ja', 'ko'
 
-_said = lru_cache(2**16)(clean_for)   # most words of a text come again
+_said = lru_cache(2**16)(clean_for)   # most words repeat
 
 def spoken_sentence(text: str, language: str) -> Sentence | None:
-    "A sentence with its words in words; None if there is nothing to say."
+    "A sentence with numbers written out; None if there is nothing to say."
     words, spoken, places = [], '', []
     for word in _WORD.finditer(text):
         said = word[0].strip() if language in _AS_WRITTEN else _said(word[0], language)
@@ -302,11 +302,11 @@ def spoken_sentence(text: str, language: str) -> Sentence | None:
     return Sentence(text.strip(), words, spoken.strip(), places) if words else None
 
 # %% ../../nbs/data/align.ipynb #9ee7b055
-_LONGEST_PART = 200   # letters; a longer sentence is longer than a clip, and is aligned in parts
+_LONGEST_PART = 200   # letters; longer sentences exceed a clip and are aligned in parts
 _CLAUSE = re.compile(rf'(?<=[,;:،؛])\s+|(?<=[–—])\s|(?<=[{_MARKS}])')
 
 def _divided(text: str) -> Iterator[str]:
-    "A long sentence in parts: at its commas, and where there are none, at its spaces or anywhere."
+    "Split a long sentence at commas, else at spaces, else anywhere."
     if _length(text) <= _LONGEST_PART:
         yield text
         return
@@ -322,7 +322,7 @@ def text_sentences(
     paragraphs: list[str],
     language: str,
 ) -> list[Sentence]:
-    "All sentences that have something to say, long ones in parts."
+    "All speakable sentences, long ones in parts."
     found = []
     for sentence in (s for p in paragraphs for s in sentences(p, language)):
         parts = [s for part in _divided(sentence.strip()) if (s := spoken_sentence(part, language))]
@@ -330,33 +330,33 @@ def text_sentences(
     return found
 
 # %% ../../nbs/data/align.ipynb #5ca2a0d6
-FRAME, WIDTH = 0.04, 0.048   # s from frame to frame, s of each
-_BANDS, _TOP = 26, 7000        # mel bands, and their upper limit in Hz
+FRAME, WIDTH = 0.04, 0.048   # s: frame step, frame length
+_BANDS, _TOP = 26, 7000        # mel bands; upper limit, Hz
 
 def hop_length(rate: int) -> int:
-    "Samples from frame to frame, a multiple of four."
+    "Samples per frame step, a multiple of four."
     return 4 * round(rate * FRAME / 4)
 
 @lru_cache
 def _bands(n_fft: int, rate: int) -> np.ndarray:   # (n_fft // 2 + 1, C) float32
-    "The same bands at each rate; the upper ones are empty where it is low."
+    "The same bands at every sample rate; upper ones are empty at low rates."
     return _mel_triangles(n_fft, rate, _BANDS, _TOP, 100)[0].astype(np.float32)
 
 @lru_cache
 def _band_count(rate: int) -> int:
-    "How many of the bands lie below the highest frequency of a sample rate."
+    "Number of bands below the Nyquist frequency."
     above = np.linspace(0, 2 * _TOP, 1025) > 0.48 * rate
     return int((_bands(2048, 4 * _TOP)[above].sum(0) == 0).sum())
 
 def _frames_of(
-    wav: np.ndarray,                       # (N,) float32, a frame begins at each hop
+    wav: np.ndarray,                       # (N,) float32; a frame begins at each hop
     rate: int,                             # Hz
-) -> tuple[np.ndarray, np.ndarray, int]:   # (F, C) log-mel, (4 F,) level in dB, samples that are used up
-    "The frames that lie wholly in `wav`, a window of 48 ms each."
+) -> tuple[np.ndarray, np.ndarray, int]:   # (F, C) log-mel, (4 F,) level in dB, samples consumed
+    "The complete frames of `wav`, 48 ms each."
     hop, width = hop_length(rate), int(WIDTH * rate)
     count = max(0, (len(wav) - max(hop, width)) // hop + 1)
     wav = np.diff(wav[:(count - 1) * hop + max(hop, width)], prepend=wav[:1]) if count else wav[:0]
-    sharp = wav[:count * hop].reshape(-1, hop // 4)   # without its low hum
+    sharp = wav[:count * hop].reshape(-1, hop // 4)   # without hum
     level = 10 * np.log10((sharp**2).mean(1) + 1e-10)
     if not count: return np.zeros((0, _BANDS), np.float32), level, 0
     n_fft = 1 << (width - 1).bit_length()
@@ -368,25 +368,25 @@ def _frames_of(
 # %% ../../nbs/data/align.ipynb #e8bbeb3b
 @dataclass
 class SoundFrames:
-    "What is known of a sound."
+    "The features of a sound."
     rate: int             # Hz
     seconds: float
     mel: np.ndarray       # (F, C) float32
-    level: np.ndarray     # float32, dB, four for each frame
-    bands: int            # of `mel`, those that hold something
-    pauses: np.ndarray | None = None   # (P, 2) s, start and end; None: those of `find_pauses`
+    level: np.ndarray     # float32, dB, four per frame
+    bands: int            # bands of `mel` in use
+    pauses: np.ndarray | None = None   # (P, 2) s, start and end; None: from `find_pauses`
 
 def _join(rate: int, samples: int, parts: list) -> SoundFrames:
     mel, level = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
     return SoundFrames(rate, samples / rate, mel, level[:samples * 4 // hop_length(rate)], _band_count(rate))
 
 def _measure_sound(wav: np.ndarray, rate: int) -> SoundFrames:
-    "The frames of a short sound."
+    "Features of a short sound."
     return _join(rate, len(wav), [_frames_of(np.pad(wav, (0, 2 * hop_length(rate))), rate)])
 
 def _measure_part(file: AudioFile, start: float = 0., end: float | None = None,
                   progress: Callable = lambda done, total: None) -> SoundFrames:
-    "The frames of an open recording or of a part of it (s), in blocks; raises `UserError` if not audio."
+    "Features of an open recording or a part of it (s), in blocks; raises `UserError` if not audio."
     parts, rest, done, rate = [], np.zeros(0, np.float32), 0, file.samplerate
     left = total = round((end - start) * rate) if end else file.frames or 2**63
     if start or file.at: file.seek(round(start * rate))
@@ -400,20 +400,20 @@ def _measure_part(file: AudioFile, start: float = 0., end: float | None = None,
     return _join(rate, done, parts)
 
 def _measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> SoundFrames:
-    "The frames of a long recording."
+    "Features of a long recording."
     with open_audio(path, 16000) as file: return _measure_part(file, progress=progress)
 
 # %% ../../nbs/data/align.ipynb #ab12cbff
 _PAUSE = 0.05   # s
 
 def _threshold(level: np.ndarray, window: int) -> np.ndarray:   # (4 F,) dB
-    "The level below which there is no speech, near each place."
+    "The local level below which there is no speech."
     middles = np.arange(0, len(level), window)
     parts = [level[max(0, m - window):m + window] for m in middles]
     low, high = (np.array([np.percentile(p, q) for p in parts]) for q in (5, 95))
     high = np.maximum(high, np.percentile(level, 95) - 15)   # a part without speech
     low = np.clip(low, high - 50, high)                      # digital silence
-    span = high - low   # in noise it is small, and weak sounds lie just above the noise
+    span = high - low   # small in noise, where weak sounds are barely louder
     over = np.maximum(3, np.minimum(0.36 * span, 0.76 * span - 16))
     return np.interp(np.arange(len(level)), middles, low + over)
 
@@ -427,12 +427,12 @@ def find_pauses(
     smooth = np.convolve(np.pad(sound.level, 1, 'edge'), np.ones(3) / 3, 'valid')
     quiet = smooth < _threshold(sound.level, int(10 / step))
     edges = np.flatnonzero(np.diff(np.concatenate([[False], quiet, [False]]))).reshape(-1, 2)
-    edge = (edges[:, 0] == 0) | (edges[:, 1] == len(quiet))   # of the recording: silence of any length
+    edge = (edges[:, 0] == 0) | (edges[:, 1] == len(quiet))   # edges of the recording: any length
     edges = edges[edge | ((edges[:, 1] - edges[:, 0]) * step >= least - 1e-6)] * step
     return np.minimum(edges, sound.seconds)
 
 def _loud_edges(sound: SoundFrames) -> tuple[bool, bool]:
-    "Whether the first and the last 30 ms are speech, all of them."
+    "Whether all of the first and all of the last 30 ms are speech."
     step = hop_length(sound.rate) / 4 / sound.rate
     loud = sound.level > _threshold(sound.level, int(10 / step))
     return bool(loud[:3].all()), bool(loud[-3:].all())
@@ -441,19 +441,19 @@ def _loud_edges(sound: SoundFrames) -> tuple[bool, bool]:
 @dataclass
 class Speech:
     "A recording without its pauses."
-    x: np.ndarray         # (T, D) float32, normalised, with slopes
-    times: np.ndarray     # (T,) s, the middle of each
-    pause: np.ndarray     # (T + 1,) the pause before each frame and at the end, -1 for none
+    x: np.ndarray         # (T, D) float32, normalised, with deltas
+    times: np.ndarray     # (T,) s, frame centres
+    pause: np.ndarray     # (T + 1,) index of the pause before each frame and at the end, -1: none
     pauses: np.ndarray    # (P, 2) s
-    null: np.ndarray      # (T,) float32, the distance of each frame to wrong text
+    null: np.ndarray      # (T,) float32, distance of each frame to wrong text
 
     @cached_property
     def silence(self) -> np.ndarray:   # (T + 1,) s
-        "The length of the pause before each frame and at the end, 0 for none."
-        return np.append(np.diff(self.pauses)[:, 0], 0.)[self.pause]   # the last one is not a pause
+        "Length of the pause before each frame and at the end, 0: none."
+        return np.append(np.diff(self.pauses)[:, 0], 0.)[self.pause]   # index -1: no pause
 
 def speech_frames(sound: SoundFrames, least: float = _PAUSE) -> tuple[np.ndarray, np.ndarray]:
-    "The frames (F,) outside pauses; and the pauses (P, 2) in s, of at least `least` s."
+    "Mask of frames (F,) outside pauses, and pauses (P, 2) in s, of at least `least` s."
     pauses = find_pauses(sound, least) if sound.pauses is None else sound.pauses
     times = _frame_times(sound)
     at = np.searchsorted(pauses[:, 0], times, 'right') - 1
@@ -461,50 +461,50 @@ def speech_frames(sound: SoundFrames, least: float = _PAUSE) -> tuple[np.ndarray
     return ~inside & (times < sound.seconds), pauses
 
 def _frame_times(sound: SoundFrames) -> np.ndarray:   # (F,) s
-    "The middle of each frame."
+    "Centre of each frame."
     return np.arange(len(sound.mel)) * hop_length(sound.rate) / sound.rate + WIDTH / 2
 
 # %% ../../nbs/data/align.ipynb #562b2ade
-_SLOPE = 3.   # weight of the slopes
+_SLOPE = 3.   # weight of the deltas
 
 def _band_ranges(mel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:   # (C,) each
-    "The level of loud frames in each band, and how far the quiet ones are below it."
+    "Level of loud frames per band, and its distance to quiet ones."
     some = mel[np.linspace(0, len(mel) - 1, min(len(mel), 20_000)).astype(int)]
     low, high = np.percentile(some, (5, 95), axis=0)
     return high, high - low
 
 def _cut_off(mel: np.ndarray, high: np.ndarray, depth: np.ndarray) -> np.ndarray:
-    "Log-mel (F, C) without its valleys."
+    "Log-mel (F, C) clipped from below."
     return np.maximum(mel, (high - depth).astype(np.float32))
 
 def _with_slopes(mel: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:   # (F, 2 C)
-    "Normalised bands and their slopes."
+    "Normalised bands and their deltas."
     count = mel.shape[1]
     x = np.zeros((len(mel), 2 * count), np.float32)   # filled in place: ten hours are 187 MB
     bands, slopes = x[:, :count], x[:, count:]
     np.divide(mel - mean, deviation, out=bands)
-    bands *= np.float32(np.sqrt(_BANDS / count))   # distances are as large where there are fewer
+    bands *= np.float32(np.sqrt(_BANDS / count))   # keeps the scale of distances with fewer bands
     for far, weight in ((1, _SLOPE / 10), (2, _SLOPE / 5)):
         slopes[far:] -= weight * bands[:-far]
         slopes[:-far] += weight * bands[far:]
-        slopes[:far] -= weight * bands[:1]     # beyond the ends all is as at the ends
+        slopes[:far] -= weight * bands[:1]     # repeats the edge frames
         slopes[-far:] += weight * bands[-1:]
     return x
 
 # %% ../../nbs/data/align.ipynb #ae25f35f
 class SpokenSentence(NamedTuple):
-    "A sentence as espeak-ng says it."
+    "A sentence spoken by espeak-ng."
     mel: np.ndarray       # (F, C)
-    keep: np.ndarray      # (F,) bool, no pause
-    words: list[int]      # the first kept frame of each word
+    keep: np.ndarray      # (F,) bool, not a pause
+    words: list[int]      # first kept frame of each word
 
 def speak_sentences(
     sentences: list[Sentence],
     language: str,
     progress: Callable = lambda done, total: None,
-    least: float = _PAUSE,   # s, the shortest pause that is left out
+    least: float = _PAUSE,   # s, shortest pause to leave out
 ) -> list[SpokenSentence]:
-    "The sentences as espeak-ng says them."
+    "Synthesise the sentences with espeak-ng."
     spoken = []
     for done, sentence in enumerate(sentences, 1):
         wav, rate, marks = speak_words(sentence.spoken, _ESPEAK_NAMES.get(language, language))
@@ -516,7 +516,7 @@ def speak_sentences(
     return spoken
 
 def _word_frames(sentence: Sentence, marks: list, keep: np.ndarray, rate: int) -> list[int]:
-    "The first kept frame of each word; a word without a mark begins as the next one."
+    "First kept frame of each word; a word without a mark begins with the next one."
     kept, places, found = np.concatenate([[0], np.cumsum(keep)]), sentence.places, {}
     for character, sample in marks:
         word = bisect_right(places, character) - 1
@@ -529,23 +529,23 @@ def _word_frames(sentence: Sentence, marks: list, keep: np.ndarray, rate: int) -
 # %% ../../nbs/data/align.ipynb #b55ccf8e
 @dataclass
 class TextFrames:
-    "The text as sound."
-    y: np.ndarray           # (M, D) float32, the frames of all sentences
-    starts: np.ndarray      # (S + 1,) the first frame of each sentence, and the end
-    words: list[list[int]]  # the first frame of each word, counted from that of its sentence
+    "Features of the synthesised text."
+    y: np.ndarray           # (M, D) float32, of all sentences
+    starts: np.ndarray      # (S + 1,) first frame of each sentence, and the end
+    words: list[list[int]]  # first frame of each word, relative to its sentence
 
     @cached_property
     def order(self) -> np.ndarray:   # (S,)
-        "The sentences by their lengths."
+        "Sentences sorted by length."
         return np.argsort(np.diff(self.starts), kind='stable')
 
     @cached_property
     def _place(self) -> np.ndarray:   # (S,)
-        "The place of each sentence in `order`."
+        "Position of each sentence in `order`."
         return np.argsort(self.order)
 
     def near(self, sentence: int) -> Iterator[int]:
-        "The other sentences, those of the nearest length first."
+        "The other sentences, by similarity of length."
         length, order = np.diff(self.starts), self.order
         low = high = int(self._place[sentence])
         off = lambda at: abs(length[order[at]] - length[sentence]) if 0 <= at < len(order) else np.inf
@@ -556,7 +556,7 @@ class TextFrames:
 
 # %% ../../nbs/data/align.ipynb #a2b15183
 def comparable(sound: SoundFrames, spoken: list[SpokenSentence]) -> tuple[Speech, TextFrames]:
-    "Both sounds in frames that can be compared; raises `UserError` for a silent recording."
+    "Make both sounds' features comparable; raises `UserError` for a silent recording."
     keep, pauses = speech_frames(sound)
     if sound.level.max(initial=-100) < -80 or keep.sum() < 25:
         raise UserError('the recording is silent; give one in which somebody speaks.')
@@ -574,55 +574,55 @@ def comparable(sound: SoundFrames, spoken: list[SpokenSentence]) -> tuple[Speech
     return Speech(x, _frame_times(sound)[keep], before, pauses, _null_cost(x, model.y)), model
 
 def _pauses_before(sound: SoundFrames, keep: np.ndarray, pauses: np.ndarray) -> np.ndarray:   # (T + 1,) int
-    "The longest pause between each kept frame and the one before it, and at the end; -1 for none."
+    "Longest pause before each kept frame, since the previous one, and at the end; -1: none."
     ends = np.concatenate([[-1], _frame_times(sound)[keep], [sound.seconds + 1]])
-    last = np.searchsorted(pauses[:, 0], ends, 'right')   # how many pauses began before each
+    last = np.searchsorted(pauses[:, 0], ends, 'right')   # number of pauses started before each
     length = np.diff(pauses)[:, 0]
     return np.array([a + length[a:b].argmax() if b > a else -1 for a, b in zip(last, last[1:])])
 
 # %% ../../nbs/data/align.ipynb #d9f51d25
-STEP, EDGE, _SKIP = 1.8, 12., 2.   # costs: to stay or jump; an edge without a pause; to leave out a sentence
-_NULL = 0.3                        # share of the frames of the text that are nearer than wrong text
-_BEAM = 300.                       # a path that costs so much more than the best one is given up
-_WINDOW, _BLOCK, _FAR = 12_000, 256, np.float32(1e9)   # states at once (8 minutes), frames at once, no path
+STEP, EDGE, _SKIP = 1.8, 12., 2.   # costs: to stay or jump; an edge without a pause; to skip a sentence
+_NULL = 0.3                        # quantile of distances to the text taken as that to wrong text
+_BEAM = 300.                       # prunes paths that cost this much more than the best
+_WINDOW, _BLOCK, _FAR = 12_000, 256, np.float32(1e9)   # states (8 minutes), frames per block, no path
 
 def distances(x: np.ndarray, y: np.ndarray) -> np.ndarray:   # (T, M) float32
     "Euclidean distances of frames (T, D) and (M, D)."
-    square = (-2 * x) @ y.T   # the rest in place: most of the time is memory's
+    square = (-2 * x) @ y.T   # in place, since memory limits the speed
     square += (x**2).sum(1)[:, None]
     square += (y**2).sum(1)
     return np.sqrt(np.maximum(square, 0, out=square), out=square)
 
 def _null_cost(x: np.ndarray, y: np.ndarray) -> np.ndarray:   # (T,) float32
-    "The distance of frames (T, D) to wrong text: a low quantile of those to frames from all of (M, D)."
+    "Distance of frames (T, D) to wrong text: a low quantile over frames from all of (M, D)."
     some = y[np.linspace(0, len(y) - 1, min(600, len(y))).astype(int)]
     blocks = (distances(x[i:i + _BLOCK], some) for i in range(0, len(x), _BLOCK))
     return np.concatenate([np.quantile(block, _NULL, axis=1) for block in blocks]).astype(np.float32)
 
 # %% ../../nbs/data/align.ipynb #c064daa6
 class _Search:
-    "The best paths up to a frame of the recording, and where each sentence on them began."
+    "Viterbi state: the best paths up to a frame, and where each sentence on them began."
     def __init__(self, model: TextFrames):
         self.model, count = model, len(model.starts) - 1
-        self.cost = np.full(model.starts[-1], _FAR, np.float32)       # of paths that end at each state
-        self.began = np.zeros(model.starts[-1], np.int32)            # frame at which their sentence began
-        self.gap = _SKIP * np.arange(count + 1, dtype=np.float32)     # of paths that end before each sentence
+        self.cost = np.full(model.starts[-1], _FAR, np.float32)       # of the best path to each state
+        self.began = np.zeros(model.starts[-1], np.int32)            # start frame of its sentence
+        self.gap = _SKIP * np.arange(count + 1, dtype=np.float32)     # of paths that end before each one
         self.window = 0, self._last(0)
 
     def _last(self, first: int) -> int:
-        "The end of a window of whole sentences from `first` on."
+        "The end of a window of whole sentences from `first`."
         starts = self.model.starts
         return max(first + 1, int(np.searchsorted(starts, starts[first] + _WINDOW, 'right')) - 1)
 
     def move(self):
-        "Put the window around the best path: a third behind it, two thirds before it."
+        "Move the window to the best path: a third behind it, two thirds ahead."
         starts, (first, last) = self.model.starts, self.window
-        states = self.cost[starts[first]:starts[last]]   # there is no path elsewhere
+        states = self.cost[starts[first]:starts[last]]   # no paths elsewhere
         gap = first + int(self.gap[first:last + 1].argmin())
         best = starts[first] + int(states.argmin()) if states.min() < self.gap[gap] else starts[gap]
         new = max(first, int(np.searchsorted(starts, best - _WINDOW // 3, 'right')) - 1)
-        least = min(states.min(), self.gap[gap])   # sums of hours would lose their digits in float32
-        # the best path may be so for a moment only
+        least = min(states.min(), self.gap[gap])   # hours of sums would exceed float32 precision
+        # the best path may change
         alive = starts[first] + np.flatnonzero(states < least + _BEAM)[:1]
         near = first + np.flatnonzero(self.gap[first:last + 1] < least + _BEAM)[:1]
         oldest = min([*np.searchsorted(starts, alive, 'right') - 1, *near])
@@ -633,11 +633,11 @@ class _Search:
         self.window = new, self._last(new)
 
 # %% ../../nbs/data/align.ipynb #4ad6e660
-_STAY, _LEFT_OUT = -1, -2   # in `back`: nothing happened; the sentence before is left out
+_STAY, _LEFT_OUT = -1, -2   # in `back`: no change; previous sentence skipped
 
 def _states_step(cost: np.ndarray, began: np.ndarray, local: np.ndarray, heads: np.ndarray,
                  entry: np.ndarray, t: int) -> tuple[np.ndarray, np.ndarray]:
-    "The states after frame `t`: costs and beginnings; `heads` are the first ones, which cost `entry`."
+    "The states after frame `t`: costs and start frames; `heads`: first states, with cost `entry`."
     stay, one, two = cost + np.float32(STEP), np.empty_like(cost), np.full_like(cost, _FAR)
     one[1:], two[2:] = cost[:-1], cost[:-2] + np.float32(STEP)
     one[heads], two[heads], two[np.minimum(heads + 1, len(cost) - 1)] = entry, _FAR, _FAR
@@ -649,7 +649,7 @@ def _states_step(cost: np.ndarray, began: np.ndarray, local: np.ndarray, heads: 
     return np.where(jumped, two, best) + local, np.where(jumped, from_two, source)
 
 def _gaps_step(gap: np.ndarray, ended: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    "The gaps after a frame, and their row of `back`; `ended` and `length` are of sentences that end now."
+    "The gaps after a frame, and their row of `back`; `ended`, `length`: of sentences that end now."
     back, gap = np.full(len(gap), _STAY, np.int16), gap.copy()
     better = np.flatnonzero(ended < gap[1:])
     gap[better + 1], back[better + 1] = ended[better], length[better]
@@ -660,13 +660,13 @@ def _gaps_step(gap: np.ndarray, ended: np.ndarray, length: np.ndarray) -> tuple[
 
 # %% ../../nbs/data/align.ipynb #1051d2df
 def _edge_cost(speech: Speech) -> np.ndarray:   # (T + 1,)
-    "The cost of a sentence's edge before each frame: the longer the pause there, the lower."
+    "The cost of a sentence edge before each frame; lower for longer pauses."
     return (EDGE * np.exp(-speech.silence / 0.15)).astype(np.float32)
 
 # %% ../../nbs/data/align.ipynb #8fbe6da7
 def _search_block(search: _Search, speech: Speech, edge: np.ndarray,
                   begin: int) -> np.ndarray:   # (block, gaps) int16
-    "Search on over a block of frames; returns its rows of `back`."
+    "Continue the search over a block of frames; returns its rows of `back`."
     (first, last), model, rows = search.window, search.model, []
     low, high = model.starts[first], model.starts[last]
     heads, tails = model.starts[first:last] - low, model.starts[first + 1:last + 1] - low - 1
@@ -685,13 +685,13 @@ def _search_block(search: _Search, speech: Speech, edge: np.ndarray,
     return np.stack(rows)
 
 class Match(NamedTuple):
-    "A sentence in the recording."
+    "A sentence located in the recording."
     sentence: int
-    begin: int      # frame of the speech
+    begin: int      # first frame
     end: int        # one after the last
 
 def align(speech: Speech, model: TextFrames, progress: Callable = lambda done, total: None) -> list[Match]:
-    "The sentences that are spoken, in order, by the best path."
+    "The spoken sentences, in order, along the best path."
     search, edge, blocks = _Search(model), _edge_cost(speech), []
     for begin in range(0, len(speech.x), _BLOCK):
         blocks.append((search.window[0], _search_block(search, speech, edge, begin)))
@@ -700,13 +700,13 @@ def align(speech: Speech, model: TextFrames, progress: Callable = lambda done, t
     return _traced(blocks, len(speech.x), int(search.gap.argmin()))
 
 def _traced(blocks: list, t: int, gap: int) -> list[Match]:
-    "Follow the best path back from frame `t` and its gap."
+    "Trace the best path back from frame `t` and its gap."
     found = []
     while t > 0:
         first, rows = blocks[(t - 1) // _BLOCK]
         column = gap - first
         if column < 0: break
-        if column >= rows.shape[1]: gap -= 1   # beyond the window all are left out
+        if column >= rows.shape[1]: gap -= 1   # all skipped beyond the window
         elif (what := rows[(t - 1) % _BLOCK, column]) == _STAY: t -= 1
         elif what == _LEFT_OUT: gap -= 1
         else:
@@ -716,13 +716,13 @@ def _traced(blocks: list, t: int, gap: int) -> list[Match]:
 
 # %% ../../nbs/data/align.ipynb #1b2e5ab4
 class Fit(NamedTuple):
-    "A sentence word by word."
+    "A located sentence with the alignment of its words."
     match: Match
-    score: float           # mean gain of a frame over wrong text
-    path: np.ndarray       # (end - begin,) the frame of the sentence at each frame of the recording
+    score: float           # mean gain per frame over wrong text
+    path: np.ndarray       # (end - begin,) the sentence's frame at each frame of the recording
 
 def _fit_words(match: Match, speech: Speech, model: TextFrames) -> Fit:
-    "The path through one sentence."
+    "Align the frames of one sentence."
     local = _local_costs(match, speech, model)
     costs, steps = map(np.array, zip(*_rows(local)))
     path, at = np.zeros(len(local), np.int32), local.shape[1] - 1
@@ -730,12 +730,12 @@ def _fit_words(match: Match, speech: Speech, model: TextFrames) -> Fit:
     return Fit(match, -float(costs[-1, -1]) / len(local), path)
 
 def _local_costs(match: Match, speech: Speech, model: TextFrames) -> np.ndarray:   # (T, M)
-    "What each frame of the recording costs at each of the sentence, over wrong text."
+    "Cost of each recording frame at each sentence frame, relative to wrong text."
     y = model.y[slice(*model.starts[match.sentence:match.sentence + 2])]
     return distances(speech.x[match.begin:match.end], y) - speech.null[match.begin:match.end, None]
 
 def _rows(local: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:   # (M,) each
-    "After each frame of the recording, what the best path to each of the sentence costs, and its last step."
+    "After each recording frame: cost and last step of the best path to each sentence frame."
     cost, step = np.full(local.shape[1], _FAR, np.float32), np.zeros(local.shape[1], np.int8)
     cost[0] = local[0, 0]
     yield cost, step
@@ -746,14 +746,14 @@ def _rows(local: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:   # (M,
         yield cost, moves.argmin(0).astype(np.int8)
 
 # %% ../../nbs/data/align.ipynb #1b2e5ab6
-_BROUGHT = 0.5   # less than this share of the mean gain is brought by sound that is not of the sentence ...
-_LEAST = 5       # ... from this many frames on
+_BROUGHT = 0.5   # foreign sound gains less than this share of the mean ...
+_LEAST = 5       # ... over at least this many frames
 
 def _without_foreign(fit: Fit, speech: Speech, model: TextFrames) -> Fit:
-    "A sentence without sound at its ends that the path was only led over, as far as a pause divides it."
+    "A sentence without foreign sound at its ends, as far as a pause separates it."
     local, most = _local_costs(fit.match, speech, model), int(0.6 * len(fit.path))
     begin, end = fit.match.begin, fit.match.end
-    def foreign(local, pause):   # frames of the end
+    def foreign(local, pause):   # frames at the end
         gains = [-cost[-1] for cost, _ in _rows(local)]
         few = _BROUGHT * fit.score
         return max((k for k in range(_LEAST, most) if speech.pause[pause(k)] >= 0
@@ -763,18 +763,18 @@ def _without_foreign(fit: Fit, speech: Speech, model: TextFrames) -> Fit:
     return fit if match == fit.match or match.end - match.begin < _LEAST else _fit_words(match, speech, model)
 
 # %% ../../nbs/data/align.ipynb #338218ae
-_LEAD, _SHARE = 0.45, 0.4   # least lead of a sentence, in gain of a frame and as a share of the median lead
+_LEAD, _SHARE = 0.45, 0.4   # least lead: gain per frame, and share of the median lead
 
 def _lead_of(fit: Fit, speech: Speech, model: TextFrames, others: int = 4) -> float:
-    "By how much a sentence fits better than the best of others of its length, which say something else."
+    "How much better a sentence fits than the best different sentence of similar length."
     frames = lambda i: model.y[slice(*model.starts[i:i + 2])]
-    own = frames(fit.match.sentence)   # as each time that the text says it again
+    own = frames(fit.match.sentence)   # also of repetitions in the text
     other = islice((i for i in model.near(fit.match.sentence) if not np.array_equal(frames(i), own)), others)
     tried = [_fit_words(fit.match._replace(sentence=i), speech, model).score for i in other]
     return fit.score - max(tried, default=0.)
 
 def found_sentences(matches: list[Match], speech: Speech, model: TextFrames) -> list[Fit]:
-    "The sentences that are surely spoken where they were found."
+    "The sentences whose position is certain."
     fits = [_fit_words(match, speech, model) for match in matches]
     leads = np.array([_lead_of(fit, speech, model) for fit in fits])
     least = max(_LEAD, _SHARE * np.median(leads)) if fits else _LEAD

@@ -26,28 +26,28 @@ from ..config import AudioConfig, SpeakerConfig, UserError
 from ..files import atomic_file, check_arrived
 
 # %% ../../nbs/data/audio.ipynb #4ef309ff
-_UNKNOWN = 2**63 - 1   # samples, in libsndfile's words
+_UNKNOWN = 2**63 - 1   # libsndfile's unknown length, samples
 
-_MEDIA = (   # offset, bytes there, the format that FFmpeg reads
+_MEDIA = (   # offset, magic bytes, format read by FFmpeg
     (4, b'ftyp', 'MP4'), (4, b'moov', 'MP4'), (4, b'mdat', 'MP4'), (0, b'\x1aE\xdf\xa3', 'WebM or Matroska'),
     (0, b'0&\xb2u', 'WMA'), (0, b'#!AMR', 'AMR'), (0, b'\xff\xf1', 'AAC'), (0, b'\xff\xf9', 'AAC'),
     (8, b'AVI ', 'AVI'), (0, b'caff', 'CAF'), (0, b'MAC ', 'APE'), (0, b'wvpk', 'WavPack'),
     (0, b'.RMF', 'RealAudio'), (0, b'FLV', 'Flash'), (0, b'ID3', 'a format with an ID3 tag'))
 
 def _media(head: bytes) -> str | None:   # such as MP4
-    "The format of a file that FFmpeg reads, by its first bytes."
+    "The FFmpeg format of a file, by its magic bytes."
     return next((name for at, mark, name in _MEDIA if head[at:at + len(mark)] == mark), None)
 
 class _OneWay(soundfile.SoundFile):
-    "A file to be read from its start: `soundfile` seeks after each block, and lossy formats change by it."
+    "A file read sequentially: `soundfile` seeks after each block, which changes lossy formats."
     def seekable(self) -> bool: return False
 
 # %% ../../nbs/data/audio.ipynb #snd0a002
 _KBPS = {True: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0),   # MPEG 1, layer III
          False: (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)}      # MPEG 2 and 2.5
 
-def _frame_size(head: bytes) -> int:   # bytes; 0 if this is not a header
-    "The size of a frame of MPEG layer III, by its header."
+def _frame_size(head: bytes) -> int:   # bytes; 0: not a header
+    "The size of an MP3 frame, from its header."
     if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2: return 0
     version, kbps, rate = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3
     if version == 1 or rate == 3: return 0
@@ -56,16 +56,16 @@ def _frame_size(head: bytes) -> int:   # bytes; 0 if this is not a header
     return bits and bits // hz + (head[2] >> 1 & 1)
 
 def _frame_kind(head: bytes) -> tuple:
-    "What the frames of a recording share: version, rate, and whether it is mono."
+    "The properties common to a recording's frames: version, rate, mono."
     return head[1] & 0x18, head[2] & 0x0C, head[3] >> 6 == 3
 
 def _mp3_frames(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:   # offset, bytes, its first 64 bytes
-    "All whole frames of MPEG layer III; tags and whatever else is between them is skipped."
+    "All complete MP3 frames; skips tags and other bytes between them."
     at, end, sure = 0, file.seek(0, os.SEEK_END), False
     while at + 4 <= end:
         file.seek(at)
         head = file.read(64)
-        if head[:3] == b'ID3' and len(head) > 9:   # of a size in bytes of 7 bits
+        if head[:3] == b'ID3' and len(head) > 9:   # size in 7-bit bytes
             at, sure = at + 10 + sum((b & 127) << s for b, s in zip(head[6:10], (21, 14, 7, 0))), False
         elif (size := _frame_size(head)) and at + size <= end and (sure or _follows(file, at + size, head)):
             yield at, size, head
@@ -73,22 +73,22 @@ def _mp3_frames(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:   # offset,
         else: at, sure = _next_sync(file, at + 1), False
 
 def _follows(file: BinaryIO, at: int, head: bytes) -> bool:
-    "Whether a frame of the same recording, a tag or the end of the file comes next."
+    "Whether a frame of the same recording, a tag or the end of the file follows."
     file.seek(at)
     after = file.read(4)
     return after[:3] in (b'', b'ID3', b'TAG', b'APE') or (
         _frame_size(after) > 0 and _frame_kind(after) == _frame_kind(head))
 
 def _next_sync(file: BinaryIO, at: int) -> int:
-    "Where the next byte is that a frame may begin with."
+    "Offset of the next possible sync byte."
     file.seek(at)
     block = file.read(2**16)
     found = block.find(b'\xff')
     return at + (found if found >= 0 else len(block) or 1)
 
 # %% ../../nbs/data/audio.ipynb #snd0a003
-def _promise(head: bytes) -> int | None:   # 0 for an unknown number; None for a frame of sound
-    "The number of frames in a recording, by a frame that holds this and no sound."
+def _promise(head: bytes) -> int | None:   # 0: unknown; None: a frame of sound
+    "The number of frames in a recording, from its Xing or VBRI frame."
     for mark, behind in ((b'Xing', 8), (b'Info', 8), (b'VBRI', 14)):
         if (at := head.find(mark, 4)) < 0: continue
         known = mark == b'VBRI' or head[at + 7] & 1
@@ -96,7 +96,7 @@ def _promise(head: bytes) -> int | None:   # 0 for an unknown number; None for a
     return None
 
 def _with_number(head: bytes, number: int) -> bytes:
-    "A frame that says how many frames follow."
+    "A Xing frame with the number of following frames."
     first = bytes([head[0], head[1] | 1, 0x90 | head[2] & 0x0C, head[3]])   # 80 or 128 kbit/s, no checksum
     mono, mpeg1 = head[3] >> 6 == 3, head[1] >> 3 & 3 == 3
     side = (17 if mono else 32) if mpeg1 else (9 if mono else 17)   # bytes before the mark
@@ -104,7 +104,7 @@ def _with_number(head: bytes, number: int) -> bytes:
     return frame.ljust(_frame_size(first), b'\0')
 
 def _open_mp3(path: str | Path):
-    "An MP3 of which the decoder knows the length; None if it has no frames."
+    "Open an MP3 so that the decoder knows its length; None if it has no frames."
     with open(path, 'rb') as file:
         heads = ((_promise(head), _frame_kind(head)) for _, _, head in _mp3_frames(file))
         promised, kind = next(heads, (None, None))
@@ -119,23 +119,23 @@ def _open_mp3(path: str | Path):
                 if not copy.tell(): copy.write(_with_number(head, number))
                 file.seek(at)
                 copy.write(file.read(size))
-            copy.seek(0)   # writes all of it as well
+            copy.seek(0)   # also flushes
             return _OneWay(os.dup(copy.fileno()))
 
 # %% ../../nbs/data/audio.ipynb #snd0a005
 def _joined(path: str | Path, head: bytes) -> bool:
-    "Whether a FLAC or an Ogg file holds several recordings, one after the other."
+    "Whether a FLAC or Ogg file is several recordings concatenated."
     with open(path, 'rb') as file:
         if head[:4] == b'fLaC': return _holds(file, b'fLaC\0\0\0\x22', 4)
         started = False
         while (page := file.read(27))[:4] == b'OggS' and len(page) == 27:
-            if page[5] & 2 and started: return True   # a first page behind others
+            if page[5] & 2 and started: return True   # another first page
             started = started or not page[5] & 2
             file.seek(sum(file.read(page[26])), os.SEEK_CUR)
     return False
 
 def _holds(file: BinaryIO, mark: bytes, at: int) -> bool:
-    "Whether bytes occur in a file from `at` on."
+    "Whether bytes occur in a file from offset `at`."
     file.seek(at)
     end = b''
     while block := file.read(2**20):
@@ -144,10 +144,10 @@ def _holds(file: BinaryIO, mark: bytes, at: int) -> bool:
     return False
 
 # %% ../../nbs/data/audio.ipynb #snd0a007
-_EXACT = 'mov', 'matroska', 'asf'   # containers that hold the length and do not estimate it
+_EXACT = 'mov', 'matroska', 'asf'   # containers that store the exact length
 
 class _Media:
-    "A recording that FFmpeg decodes, to be read from its start as a `soundfile.SoundFile`."
+    "A recording decoded by FFmpeg, read sequentially like a `soundfile.SoundFile`."
     def __init__(self, path: str | Path):
         import av
         self.error = av.FFmpegError
@@ -156,7 +156,7 @@ class _Media:
             stream = self.container.streams.best('audio')
             if not stream: raise soundfile.SoundFileRuntimeError('it holds no sound')
             self.samplerate, self.channels = stream.codec_context.sample_rate, stream.codec_context.channels
-        except (av.FFmpegError, AttributeError) as e:   # a stream of an unknown codec has no context
+        except (av.FFmpegError, AttributeError) as e:   # an unknown codec has no context
             raise soundfile.SoundFileRuntimeError(getattr(e, 'strerror', 'its codec is unknown')) from None
         self.format, self.subtype = self.container.format.name.split(',')[0], stream.codec_context.name
         self.frames, self.extra_info, self.promised = _UNKNOWN, '', None
@@ -168,7 +168,7 @@ class _Media:
         from av import AudioResampler
         known = None
         for frame in self.container.decode(stream):
-            kind = frame.sample_rate, frame.layout.name, frame.format.name   # may change on the way
+            kind = frame.sample_rate, frame.layout.name, frame.format.name   # may change midway
             if kind != known: known, convert = kind, AudioResampler('fltp', rate=self.samplerate)
             for part in convert.resample(frame): yield _mono(part.to_ndarray().T)[:, None]
 
@@ -188,13 +188,13 @@ class _Media:
 
 # %% ../../nbs/data/audio.ipynb #snd0a009
 def _mono(block: np.ndarray) -> np.ndarray:   # (N, C) -> (N,)
-    "The mean of the channels, or the loudest one where they cancel out."
+    "The mean of the channels, or the loudest one if they cancel out."
     mean, power = block.mean(axis=1), np.square(block).mean(axis=0)
     if np.square(mean).mean() < 0.01 * power.max(): return np.ascontiguousarray(block[:, power.argmax()])
     return mean
 
 class AudioFile:
-    "An open recording as mono sound, used as a `soundfile.SoundFile` is."
+    "An open recording as mono sound, used like a `soundfile.SoundFile`."
     channels = 1
 
     def __init__(self, path: str | Path, source: Callable):   # opens the decoder
@@ -202,20 +202,20 @@ class AudioFile:
         self._start()
 
     def _start(self):
-        self.source, self.at = self._source(), 0   # samples that were read
+        self.source, self.at = self._source(), 0   # samples read
         self.samplerate, self.format, self.subtype = (
             getattr(self.source, name) for name in ('samplerate', 'format', 'subtype'))
         self.frames = None if self.source.frames == _UNKNOWN else self.source.frames
-        self.promised = getattr(self.source, 'promised', self.frames)   # by the header
+        self.promised = getattr(self.source, 'promised', self.frames)   # from the header
         self.extra_info = self.source.extra_info
 
     def read(
         self,
-        frames: int = -1,           # at most; -1: all that is left
+        frames: int = -1,           # most; -1: all remaining
         dtype: str = 'float32',
         always_2d: bool = False,    # (N, 1)
     ) -> np.ndarray:                # (N,)
-        "The next samples, fewer at the end; raises `UserError` where the file is damaged."
+        "Read the next samples, fewer at the end; raises `UserError` if the file is damaged."
         if frames < 0:
             parts = [self.read(2**20, dtype, always_2d)]
             while len(parts[-1]): parts.append(self.read(2**20, dtype, always_2d))
@@ -230,7 +230,7 @@ class AudioFile:
         return wav[:, None] if always_2d else wav
 
     def seek(self, frame: int):
-        "Go to a sample; a lossy format is decoded up to it."
+        "Go to a sample; lossy formats are decoded up to it."
         if self.source.seekable():
             self.at = self.source.seek(min(frame, self.frames))
             return
@@ -240,7 +240,7 @@ class AudioFile:
         while self.at < frame and len(self.read(min(frame - self.at, 2**20))): pass
 
     def measure(self) -> int:
-        "The number of samples; reads to the end where no header tells it."
+        "The number of samples; reads to the end if the header lacks it."
         if self.frames is None:
             while len(self.read(2**20)): pass
             self.frames = self.at
@@ -254,7 +254,7 @@ class AudioFile:
 _LARGEST_FILTER = 2**22   # entries: 16 MB, computed once per pair of rates
 
 def _open_media(path: str | Path, kind: str) -> _Media:
-    "A file for FFmpeg; raises `UserError` where PyAV is missing."
+    "Open a file with FFmpeg; raises `UserError` if PyAV is missing."
     try: import av  # noqa: F401
     except ImportError:
         raise UserError(f'{path}: is {kind}, which the package av reads: pip install "xtts_nb[media]", or '
@@ -262,7 +262,7 @@ def _open_media(path: str | Path, kind: str) -> _Media:
     return _Media(path)
 
 def _decoder(path: str | Path, head: bytes):
-    "What decodes a file with these first bytes: libsndfile, or FFmpeg where that would not read all of it."
+    "The decoder for a file: libsndfile, or FFmpeg if that would not read all of it."
     if (head[:3] == b'ID3' or _frame_size(head)) and (file := _open_mp3(path)): return file
     if _joined(path, head): return _open_media(path, 'several recordings joined in one file')
     try: file = soundfile.SoundFile(path)
@@ -277,7 +277,7 @@ def open_audio(
     path: str | Path,              # any format that libsndfile or FFmpeg reads
     sample_rate: int = 22050,      # Hz, of the result
 ) -> AudioFile:
-    "An open audio file; raises `UserError` if it is missing, not audio, or of an unusable rate."
+    "Open an audio file; raises `UserError` if it is missing, not audio, or has an unusable rate."
     if not os.path.isfile(path): raise UserError(f'{path}: the file is missing; add it or remove its row.')
     head = b''
     try:
@@ -288,7 +288,7 @@ def open_audio(
         reason = str(e).rstrip('.') if head else 'it has 0 bytes'
         raise UserError(f'{path}: not readable as audio ({reason}); '
                         'convert it to wav or remove its row.') from None
-    except OSError as e:   # of the disk
+    except OSError as e:   # from the disk
         raise UserError(f'{path}: the file is not readable: {e.strerror or e}.') from None
     rate, fault = file.samplerate, None
     if rate * sample_rate > _LARGEST_FILTER * gcd(rate, sample_rate)**2:
@@ -300,17 +300,17 @@ def open_audio(
     raise UserError(f'{path}: {fault}')
 
 def audio_seconds(path: str | Path) -> float:
-    "The length of a recording, measured by reading it where no header tells it."
+    "The length of a recording, from the header, else by reading it."
     with open_audio(path) as file: return file.measure() / file.samplerate
 
 # %% ../../nbs/data/audio.ipynb #a52cec99
-_LOUDEST = 8.   # times full scale, 18 dB above it
+_LOUDEST = 8.   # times full scale, +18 dB
 
 def _read_samples(
     file: AudioFile,
     most: int | None = None,   # samples; default: all
 ) -> np.ndarray:               # (N,) float32
-    "The samples of an open file; raises `UserError` if they are broken, missing or not audio."
+    "Read an open file's samples; raises `UserError` if they are damaged, missing or not audio."
     blocks, left = [], 2**63 if most is None else most
     while left and len(block := file.read(min(left, 2**20))):
         if not np.isfinite(block).all():
@@ -328,7 +328,7 @@ def load_audio(
     path: str | Path,              # any format that libsndfile or FFmpeg reads
     sample_rate: int = 22050,      # Hz
     start: float = 0.,             # s
-    end: float | None = None,      # s; default: that of the file
+    end: float | None = None,      # s; default: end of file
 ) -> np.ndarray:                   # (N,) float32 in [-1, 1]
     "Mono audio at `sample_rate`; raises `UserError` if it is missing, not audio, empty or not finite."
     with open_audio(path, sample_rate) as file:
@@ -338,9 +338,9 @@ def load_audio(
 def _read_part(
     file: AudioFile,
     start: float = 0.,             # s
-    end: float | None = None,      # s; default: that of the file
+    end: float | None = None,      # s; default: end of file
 ) -> np.ndarray:                   # (N,) float32
-    "The samples of a part of an open file, as `_read_samples`."
+    "Read a part of an open file, as `_read_samples`."
     first = round(start * file.samplerate)
     if first or file.at: file.seek(first)
     return _read_samples(file, None if end is None else round(end * file.samplerate) - first)
@@ -348,7 +348,7 @@ def _read_part(
 # %% ../../nbs/data/audio.ipynb #60e6ff65
 @lru_cache
 def _sinc_filters(old: int, new: int) -> tuple[np.ndarray, int]:
-    "Filters (old + 2 width, new) float32 and their `width` in samples; the rates have no common divisor."
+    "Filters (old + 2 width, new) float32 and their `width` in samples, for coprime rates."
     crossings, rolloff = 6, 0.99
     cutoff = min(old, new) * rolloff
     width = ceil(crossings * old / cutoff)
@@ -366,7 +366,7 @@ def resample(
     wav = np.asarray(wav, np.float32)
     if old == new or not len(wav): return wav
     divisor = gcd(old, new)
-    step, outputs = old // divisor, new // divisor   # samples per window, before and after
+    step, outputs = old // divisor, new // divisor   # samples per window, in and out
     (filters, width), length = _sinc_filters(step, outputs), ceil(len(wav) * new / old)
     padded = np.pad(wav, (width, width + ceil(length / outputs) * step - len(wav)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, len(filters))[::step]
@@ -390,10 +390,10 @@ def resample_batch(
 # %% ../../nbs/data/audio.ipynb #e53b77f7
 def synthetic_voice(
     seconds: float = 1.5,
-    pitch: float = 120.,          # Hz, at the start; it glides up by a quarter
+    pitch: float = 120.,          # Hz at the start; glides up by a quarter
     sample_rate: int = 22050,     # Hz
 ) -> np.ndarray:                  # (N,) float32
-    "A vowel-like glide, for pages and tests without a recording."
+    "A vowel-like glide, for notebooks and tests without recordings."
     t = np.arange(int(seconds * sample_rate)) / sample_rate
     f0 = pitch * (1 + 0.25 * t / seconds)
     phase = 2 * np.pi * np.cumsum(f0) / sample_rate
@@ -407,9 +407,9 @@ def _mel_triangles(
     n_fft: int,
     sample_rate: int,                      # Hz
     n_mels: int,
-    f_max: float,                          # Hz, the end of the last one
+    f_max: float,                          # Hz, end of the last one
     f_min: float = 0.,
-) -> tuple[np.ndarray, np.ndarray]:        # (n_fft // 2 + 1, C) of height 1, (C,) Hz from end to end
+) -> tuple[np.ndarray, np.ndarray]:        # (n_fft // 2 + 1, C) of height 1, (C,) widths in Hz
     "Triangles and their widths, evenly spaced on the HTK mel scale."
     mel = lambda hz: 2595 * np.log10(1 + hz / 700)
     edges = 700 * (10**(np.linspace(mel(f_min), mel(f_max), n_mels + 2) / 2595) - 1)
@@ -446,9 +446,9 @@ def _stft(
     wav: tf.Tensor,                # (..., N) float32
     n_fft: int,
     audio: AudioConfig = AudioConfig(),
-    mirror: bool = True,           # the ends; False if `wav` has mirrored ends
-) -> tf.Tensor:                    # (..., F, n_fft // 2 + 1) complex64, phases from the start of the window
-    "Short-time Fourier transform with centred frames and mirrored ends, for clips longer than n_fft / 2."
+    mirror: bool = True,           # reflect-pad; False if `wav` is already padded
+) -> tf.Tensor:                    # (..., F, n_fft // 2 + 1) complex64, phases relative to the window start
+    "STFT with centred frames and reflect padding, for clips longer than n_fft / 2."
     left, right = _beside(n_fft, audio)
     wav = tf.convert_to_tensor(wav, tf.float32)
     if mirror:
@@ -459,18 +459,18 @@ def _stft(
     return tf.signal.rfft(frames * _hann_window(audio.win_length, audio.win_length), [n_fft])
 
 def _beside(n_fft: int, audio: AudioConfig) -> tuple[int, int]:
-    "The zeros of a frame before and after its window, which need not be computed."
+    "Number of zeros before and after a frame's window, which can be skipped."
     left = (n_fft - audio.win_length) // 2
     return left, n_fft - audio.win_length - left
 
 # %% ../../nbs/data/audio.ipynb #a95fcd95
-_LOG_FLOOR = 1e-5   # of the power, before the logarithm
+_LOG_FLOOR = 1e-5   # of power, before the logarithm
 
 def log_mel(
     wav: tf.Tensor,                # (..., N) float32
     n_fft: int,                    # `audio.dvae_n_fft` for codes, `audio.reference_n_fft` for the voice
     audio: AudioConfig = AudioConfig(),
-    mirror: bool = True,           # the ends; False if `wav` has mirrored ends
+    mirror: bool = True,           # reflect-pad; False if `wav` is already padded
 ) -> tf.Tensor:                    # (..., F, C) float32
     "The log-mel of XTTS, in graph."
     filters = _mel_filterbank(n_fft, audio)
@@ -484,10 +484,10 @@ def speaker_log_mel(
     wav: tf.Tensor,                # (..., N) float32 at `speaker.sample_rate`
     speaker: SpeakerConfig = SpeakerConfig(),
 ) -> tf.Tensor:                    # (..., 1 + N // hop, C) float32
-    "The log-mel that the speaker encoder reads, in graph."
+    "The log-mel for the speaker encoder, in graph."
     wav, n_fft = tf.convert_to_tensor(wav, tf.float32), speaker.n_fft
     wav -= speaker.pre_emphasis * tf.concat([wav[..., 1:2], wav[..., :-1]], -1)
-    # a periodic Hamming window with the rounding of torch; 2e-7 changes the logarithm
+    # periodic Hamming window, rounded as in torch: 2e-7 would change the logarithm
     angle = np.arange(speaker.win_length, dtype=np.float32) * np.float32(2 * np.pi / speaker.win_length)
     window = np.float32(0.54) - np.float32(0.46) * np.cos(angle)
     window = np.pad(window, (n_fft - speaker.win_length) // 2).astype(np.float64)
@@ -503,7 +503,7 @@ def log_mel_numpy(
     n_fft: int,
     audio: AudioConfig = AudioConfig(),
 ) -> np.ndarray:                   # (F, C)
-    "The same log-mel in NumPy: a reference for tests, and the code of a Python loader."
+    "The same log-mel in NumPy, as a reference and for a Python loader."
     padded = np.pad(wav, n_fft // 2, mode='reflect')
     frames = np.lib.stride_tricks.sliding_window_view(padded, n_fft)[::audio.hop_length]
     power = np.abs(np.fft.rfft(frames * _hann_window(n_fft, audio.win_length)))**2
@@ -511,25 +511,25 @@ def log_mel_numpy(
 
 # %% ../../nbs/data/audio.ipynb #34a04542
 def _spectrum_from_mel(mel: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
-    "A magnitude spectrum (F, n_fft // 2 + 1) with nearly the log-mel (F, C)."
+    "A magnitude spectrum (F, n_fft // 2 + 1) that approximates the log-mel (F, C)."
     filters = _mel_filterbank(n_fft, audio)
-    share = filters.T / np.maximum(filters.sum(1), 1e-9)   # of each filter in a bin
-    filters, share = tf.constant(filters), tf.constant(share)   # one copy each in the graph
+    share = filters.T / np.maximum(filters.sum(1), 1e-9)   # of each filter per bin
+    filters, share = tf.constant(filters), tf.constant(share)   # one copy in the graph
     wanted = tf.exp(mel)
     power = tf.tensordot(wanted, share, 1)
     for _ in range(10):
         ratio = tf.tensordot(wanted / (tf.tensordot(power, filters, 1) + 1e-9), share, 1)
-        power *= ratio * tf.sqrt(ratio)   # 10 rounds with the power 1.5 come as close as 16 without
+        power *= ratio * tf.sqrt(ratio)   # 10 iterations with power 1.5 equal 16 without
     return tf.sqrt(power)
 
 def _phase_from_spectrum(magnitude: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
-    "An estimate of the phase (F, n_fft // 2 + 1) in radians, summed over time from the first frame on."
+    "Estimated phase (F, n_fft // 2 + 1) in radians, integrated over time."
     level = tf.math.log(magnitude + 1e-3 * tf.reduce_max(magnitude) + 1e-9)
     level = tf.pad(level, [[0, 0], [1, 1]], 'SYMMETRIC')
-    width = 0.25645 * audio.win_length**2   # of the Gaussian that is nearest to a Hann window
+    width = 0.25645 * audio.win_length**2   # of the Gaussian closest to a Hann window
     drift = (level[:, 2:] - level[:, :-2]) * (audio.hop_length * n_fft / (2 * width))
     frames = tf.range(tf.cast(tf.shape(magnitude)[0], tf.float32))
-    cycles = np.arange(n_fft // 2 + 1) * audio.hop_length % n_fft / n_fft   # per frame, without whole ones
+    cycles = np.arange(n_fft // 2 + 1) * audio.hop_length % n_fft / n_fft   # per frame, fractional part
     return frames[:, None] * np.float32(2 * np.pi * cycles) + tf.cumsum(drift)
 
 # %% ../../nbs/data/audio.ipynb #18e44e7f
@@ -545,7 +545,7 @@ def _inverse_stft(
     n_fft: int,
     audio: AudioConfig,
 ) -> tf.Tensor:            # ((F - 1) hop,) float32
-    "The audio whose transform is nearest to `spectrum`."
+    "The audio whose STFT is closest to `spectrum`."
     frames = tf.signal.irfft(spectrum, [n_fft])[..., :audio.win_length]
     frames *= _hann_window(audio.win_length, audio.win_length)
     wav = tf.signal.overlap_and_add(frames, audio.hop_length) / weight
@@ -553,7 +553,7 @@ def _inverse_stft(
     return wav[n_fft // 2 - left:right - n_fft // 2]
 
 def _with_magnitude(spectrum: tf.Tensor, magnitude: tf.Tensor) -> tf.Tensor:
-    "`spectrum` with another magnitude and its own phase; 0 remains 0."
+    "`spectrum` with another magnitude; keeps phases and zeros."
     power = tf.math.real(spectrum * tf.math.conj(spectrum))   # faster than tf.abs and a complex division
     return spectrum * tf.cast(magnitude * tf.math.rsqrt(power + 1e-24), spectrum.dtype)
 
@@ -579,10 +579,10 @@ def griffin_lim(
 # %% ../../nbs/data/audio.ipynb #4fbf3985
 def _wav_header(
     rate: int,                  # Hz
-    size: int = 2**32 - 1,      # bytes of samples; the default stands for an unknown length
-    wide: bool = False,         # 80 bytes long instead of 44, as RF64 is
+    size: int = 2**32 - 1,      # bytes of samples; default: unknown length
+    wide: bool = False,         # 80 bytes instead of 44, as RF64
 ) -> bytes:
-    "The header of mono sound of 16 bits; of more than 4 GiB as RF64."
+    "Header of a 16-bit mono WAV file, RF64 beyond 4 GiB."
     large, most, room = size >= 2**32, 2**32 - 1, b''
     if large: room = struct.pack('<4sIQQQI', b'ds64', 28, 72 + size, size, size // 2, 0)
     elif wide: room = struct.pack('<4sI28s', b'JUNK', 28, b'xtts_nb')
@@ -595,7 +595,7 @@ def _pcm16(wav: np.ndarray) -> bytes:   # (N,) int16, or float in [-1, 1]
     if wav.dtype != np.int16: wav = np.clip(np.rint(wav * 2.**15), -2**15, 2**15 - 1)
     return wav.astype('<i2').tobytes()
 
-# libsndfile would call Python to write into memory: Ctrl-C in such a call gets lost
+# not libsndfile: it calls Python to write into memory, which loses Ctrl-C
 def wav_bytes(
     wav: np.ndarray,               # (N,) int16, or float in [-1, 1]
     sample_rate: int = 22050,      # Hz
@@ -608,27 +608,27 @@ def save_audio(
     path: str | Path,
     wav: np.ndarray,               # (N,) float in [-1, 1]
     sample_rate: int = 22050,      # Hz
-    durable: bool = True,          # of `atomic_file`
+    durable: bool = True,          # as in `atomic_file`
 ):
-    "Write 16-bit PCM; audio above full scale is scaled down."
+    "Write 16-bit PCM; scales down audio above full scale."
     loudest = max(1., np.max(wav, initial=0), -np.min(wav, initial=0))
     with atomic_file(path, durable) as part, open(part, 'wb') as file:
         file.write(_wav_header(sample_rate, 2 * len(wav)))
-        for i in range(0, len(wav), 2**16): file.write(_pcm16(wav[i:i + 2**16] / loudest))   # no whole copy
+        for i in range(0, len(wav), 2**16): file.write(_pcm16(wav[i:i + 2**16] / loudest))   # no full copy
 
 # %% ../../nbs/data/audio.ipynb #wav0a1b4
 _NATIVE = ('is not what native reading takes, a whole wav file of 16-bit PCM, mono, at {} Hz; convert it, '
            'or use a cache of xtts-nb prepare, which takes any format.')
 
 def decode_wav(
-    path: tf.Tensor,             # of the file, a string
-    sample_rate: int = 22050,    # Hz, that it must have
+    path: tf.Tensor,             # string
+    sample_rate: int = 22050,    # Hz, required
 ) -> tf.Tensor:                  # (N,) int16
-    "The samples of a plain wav file, in graph; raises an error that names the file for any other."
+    "Decode a plain wav file in graph; raises an error with the file's name for any other."
     file = tf.io.read_file(path)
     length, words = tf.strings.length(file), tf.io.decode_raw(file, tf.int32, fixed_length=44)
     same = tf.equal(words, np.frombuffer(_wav_header(sample_rate), np.int32))
-    at = tf.where(same[9], 36, 44 + words[10])   # of the chunk `data`: the first one, or the second
+    at = tf.where(same[9], 36, 44 + words[10])   # of the chunk `data`, first or second
     at = tf.maximum(tf.minimum(at, length - 8), 0)
     size = tf.io.decode_raw(tf.strings.substr(file, at, 8), tf.int32, fixed_length=8)[1]
     whole = (words[1] >= 0) & (words[1] <= length - 8) & (size > 1) & (size <= length - 8 - at)
@@ -646,5 +646,5 @@ def check_native(files: list[str], sample_rate: int):
         if not Path(path).is_file():
             raise UserError(f'{path}: is missing; prepare the cache again from its corpus.')
         with open(path, 'rb') as file: head = file.read(36)
-        if head[:4] + head[8:] != wanted[:4] + wanted[8:]:   # but for its size
+        if head[:4] + head[8:] != wanted[:4] + wanted[8:]:   # ignoring its size
             raise UserError(f'{path}: {_NATIVE.format(sample_rate)}')

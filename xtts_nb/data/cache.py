@@ -32,8 +32,8 @@ from ..files import (
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 _FORMAT = 2     # version of the cache format
 ARRAYS = {'codes': np.uint16, 'text': np.int32, 'mel': np.float16}
-_REPORT_PAGE = 'report.html'   # the report as a page; not verified
-# of the table; `sound` is the digest of a wav file that the cache wrote itself
+_REPORT_PAGE = 'report.html'   # not verified
+# of the table; `sound`: digest of a wav file written by the cache
 _COLUMN_TYPES = dict(codes_length=np.int32, text_length=np.int32, mel_length=np.int32, samples=np.int32,
                      source=np.uint64, sound=np.uint64, check=np.uint64)
 
@@ -46,13 +46,13 @@ def digest(*parts: bytes) -> int:
     return int.from_bytes(total.digest(), 'little')
 
 def record_check(record: dict) -> int:
-    "The digest of a record's arrays and numbers."
+    "Digest of a record's arrays and numbers."
     return digest(*(np.asarray(record[name], dtype).tobytes()
                     for name, dtype in (ARRAYS | _COLUMN_TYPES).items() if name != 'check'))
 
 # %% ../../nbs/data/cache.ipynb #73e01e06
 def write_shard(path: Path, records: list[dict]) -> dict:   # the shard's line in the manifest
-    "Write records as one file, atomically; the same records give the same bytes."
+    "Write records to one file, atomically and deterministically."
     arrays = {name: np.array([record_check(r) if name == 'check' else r[name] for r in records], dtype)
               for name, dtype in _COLUMN_TYPES.items()}
     arrays |= {kind: np.concatenate([np.asarray(r[kind], dtype) for r in records])
@@ -66,7 +66,7 @@ _DTYPES = {'U8': np.uint8, 'U16': np.uint16, 'F16': np.float16, 'I32': np.int32,
           'U64': np.uint64}
 
 def _array_parts(data: np.ndarray) -> dict[str, tuple[np.dtype, list[int], int]]:
-    "Of each array in the bytes of a safetensors file: dtype, shape, first byte."
+    "Dtype, shape and offset of each array in a safetensors file."
     start = 8 + int.from_bytes(data[:8].tobytes(), 'little')
     head = json.loads(data[8:start].tobytes())
     return {name: (np.dtype(_DTYPES[a['dtype']]), a['shape'], start + a['data_offsets'][0])
@@ -82,21 +82,21 @@ def map_arrays(path: str | Path) -> dict[str, np.ndarray]:
         raise UserError(f'{path}: {_unreadable(path, e)}') from None
 
 def _unreadable(path, error: Exception) -> str:
-    "Why a file of a cache cannot be used, with the fix."
+    "Error message for an unusable cache file, with the fix."
     reason = 'is missing' if not Path(path).exists() else f'is damaged ({error})' if error else 'is damaged'
     return f'{reason}; repair the cache with xtts-nb verify --fix, or run xtts-nb prepare again.'
 
 # %% ../../nbs/data/cache.ipynb #2e271174
-_FEATURES = 1   # increase it when the same settings give other arrays
+_FEATURES = 1   # increase when the same settings give different arrays
 
 def content_keys(
     config: XTTSConfig,
-    dvae: str,                   # fingerprint of its file
-    tokenizer: str,              # fingerprint of its file
+    dvae: str,                   # file fingerprint
+    tokenizer: str,              # file fingerprint
     stats: np.ndarray | str,     # (C,) divisors of the mels, or their fingerprint
-    precision: str = 'float32',  # in which the DVAE computes
-) -> dict[str, str]:             # the key of each kind, `stats`, and `precision` where it is another one
-    "The fingerprints of the inputs of each kind of array."
+    precision: str = 'float32',  # of the DVAE's computation
+) -> dict[str, str]:             # a key per kind, `stats`, and `precision` if not the default
+    "Fingerprints of each array kind's inputs."
     audio = config.model.audio.model_dump()
     n_fft = {'codes': audio.pop('dvae_n_fft'), 'mel': audio.pop('reference_n_fft')}
     stats = stats if isinstance(stats, str) else fingerprint(np.asarray(stats, np.float32).tobytes())
@@ -108,9 +108,9 @@ def content_keys(
 # %% ../../nbs/data/cache.ipynb #94182f04
 def write_table(
     folder: Path,
-    shards: Iterable[tuple[int, list[dict], dict]],   # number, lines of the clips, columns
-    stored: Iterable[str] = ARRAYS,                    # the kinds in the shards
-) -> dict[str, list[str]]:                            # names behind the numbers in `speaker` and `language`
+    shards: Iterable[tuple[int, list[dict], dict]],   # number, clip rows, columns
+    stored: Iterable[str] = ARRAYS,                    # kinds in the shards
+) -> dict[str, list[str]]:                            # names for the ids in `speaker` and `language`
     "Write `clips.jsonl` and `index.safetensors`."
     names, columns = {'speaker': {}, 'language': {}}, []
     begin = {'row': 0} | dict.fromkeys(ARRAYS, 0)
@@ -136,15 +136,15 @@ def write_table(
 
 # %% ../../nbs/data/cache.ipynb #010846d0
 def file_sha(path: Path) -> str:
-    "The fingerprint of a file's bytes."
+    "Fingerprint of a file's bytes."
     with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()[:16]
 
 def _manifest_text(facts: dict) -> str:
-    "The content of the manifest file, with its own fingerprint."
+    "The manifest's text, with its own fingerprint."
     return json.dumps(facts | {'sha': fingerprint(facts)}, indent=1, ensure_ascii=False) + '\n'
 
 def write_manifest(folder: Path, facts: dict) -> dict:
-    "Write `manifest.json`: `facts` and the files that are not shards; the last step of making a cache."
+    "Write `manifest.json` (`facts` and non-shard files), the last step of making a cache."
     shards = {line['file'] for line in facts['shards']}
     shards |= {'manifest.json', _REPORT_PAGE}
     others = sorted(f for f in folder.iterdir() if f.is_file() and f.name not in shards)
@@ -156,11 +156,11 @@ def write_manifest(folder: Path, facts: dict) -> dict:
 
 # %% ../../nbs/data/cache.ipynb #0eaa9b37
 def _work_path(folder: str | Path) -> Path:
-    "The folder of finished shards until the cache in `folder` is complete."
+    "The work folder for finished shards of an incomplete cache."
     return _with_ending(_real_place(folder).absolute(), '.work')
 
 def read_manifest(folder: str | Path) -> dict:
-    "The manifest of a cache; raises `UserError` if it is missing, damaged, or names a file outside."
+    "Read a cache's manifest; raises `UserError` if it is missing, damaged or names outside files."
     path = Path(folder) / 'manifest.json'
     if not path.is_file():
         work = _work_path(folder)
@@ -182,11 +182,11 @@ _OWN = re.compile(r'shard-\d{5,}\.safetensors|audio(/\d{5,}-\d{5,}\.wav)?|report
                   r'(manifest|tokenizer)\.json|config\.yaml|clips\.jsonl|(dvae|index)\.safetensors')
 
 def _own_name(name: str) -> bool:
-    "Whether a cache has a file of this name, or one was left half-written there."
+    "Whether a name is that of a cache file, complete or partial."
     return bool(_OWN.fullmatch(without_part(name)))
 
 def check_is_cache(folder: str | Path):
-    "Raise `UserError` unless a folder holds a cache and nothing else."
+    "Raise `UserError` unless a folder holds only a cache."
     keys = 'format', 'key', 'mode', 'keys', 'shards', 'files', 'sha'
     if not has_keys(Path(folder) / 'manifest.json', *keys):
         raise UserError(f'{folder}: holds something that is not a cache; choose another folder, or remove it '
@@ -194,16 +194,16 @@ def check_is_cache(folder: str | Path):
     check_own(folder, _own_name, 'a cache')
 
 def _check_cache_folder(out: str | Path):
-    "Raise `UserError` unless `out` is free, or holds nothing but a cache, which may be replaced."
+    "Raise `UserError` unless `out` is free or holds only a cache, which may be replaced."
     try: _check_free(out, check_is_cache)
     except OSError as e: raise UserError(f'{out}: {e.strerror}; choose another folder.') from e
 
 def _changed_files(
     folder: Path,
     manifest: dict,
-    whole: bool = True,   # else only the sizes are checked
+    whole: bool = True,   # else check only sizes
 ) -> dict[str, str]:
-    "The problem of each missing or changed file that is not a shard."
+    "Problems of missing or changed non-shard files."
     problems = {}
     for name, facts in manifest['files'].items():
         path = folder / name
@@ -214,7 +214,7 @@ def _changed_files(
 
 # %% ../../nbs/data/cache.ipynb #fa32f38e
 class ClipRows:
-    "The lines of `clips.jsonl`, read on access."
+    "The rows of `clips.jsonl`, read on access."
     def __init__(self, path: Path, starts: np.ndarray):
         try: self.data = np.memmap(path, np.uint8, 'r') if len(starts) else np.zeros(0, np.uint8)
         except (OSError, ValueError) as e: raise UserError(f'{path}: {_unreadable(path, e)}') from None
@@ -230,11 +230,11 @@ class ClipRows:
 
 # %% ../../nbs/data/cache.ipynb #a2fe10b8
 class Cache:
-    "A prepared corpus: `array` of each clip; in memory also flat `codes`, `text`, `mel` with `<name>_start`."
+    "A prepared corpus: `array` per clip; in memory also `codes`, `text`, `mel` and `<name>_start`."
     def __init__(self,
         folder: str | Path,
-        in_memory: bool | None = None,     # False: mapped, only the file sizes checked; default: if it fits
-        ram_budget: float | None = None,   # GiB that it may fill; default: that of its settings
+        in_memory: bool | None = None,     # False: mapped, checks only file sizes; default: if it fits
+        ram_budget: float | None = None,   # GiB; default: from its settings
     ):
         self.folder, self.manifest = Path(folder), read_manifest(folder)
         self._check_files(whole=bool(in_memory))
@@ -254,9 +254,7 @@ class Cache:
     def __len__(self) -> int: return len(self.clips)
 
     def check_unchanged(self):
-        """Raise `UserError` if the folder holds another cache by now; called after files are opened.
-
-        What was opened before stays as it was, but parts of two caches are never mixed."""
+        "Raise `UserError` if the cache was replaced; called after opening files, which stay valid."
         path = self.folder / 'manifest.json'
         now = read_json(path) if path.is_file() else {}
         if any(now.get(part) != self.manifest.get(part) for part in ('key', 'shards')):
@@ -266,21 +264,21 @@ class Cache:
 # %% ../../nbs/data/cache.ipynb #a2fe11b0
 @patch
 def _check_files(self: Cache, whole: bool):
-    "Raise `UserError` if a file that is not a shard is missing or changed."
+    "Raise `UserError` if a non-shard file is missing or changed."
     for name in _changed_files(self.folder, self.manifest, whole):
         raise UserError(f'{self.folder / name}: {_unreadable(self.folder / name, None)}')
 
 @patch
 def _open(self: Cache):
-    "Find the files of the shards, and the first clip of each."
+    "Find the shard files and their first clips."
     lines = [line for line in self.manifest['shards'] if line['clips']]
     self.files = [self.folder / line['file'] for line in lines]
     self.first = np.cumsum([0, *(line['clips'] for line in lines)])[:-1]
-    self.mapped = lru_cache(256)(self._map)   # a memory map keeps its file open, so at most 256 are kept
+    self.mapped = lru_cache(256)(self._map)   # at most 256, since a memory map keeps its file open
 
 @patch
 def _map(self: Cache, number: int) -> dict:
-    "The arrays of one shard, memory-mapped; raises `UserError` if the cache was replaced."
+    "Memory-map a shard's arrays; raises `UserError` if the cache was replaced."
     arrays = map_arrays(self.files[number])
     self.check_unchanged()
     return arrays
@@ -310,7 +308,7 @@ def wav_path(self: Cache, i: int) -> Path:
 def _address(array: np.ndarray) -> int: return array.__array_interface__['data'][0]
 
 def _aligned(shape: tuple, dtype) -> np.ndarray:
-    "An empty array at an address that TensorFlow takes without a copy."
+    "An empty array aligned for TensorFlow to use without a copy."
     size = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.empty(size + 64, np.uint8)
     first = -_address(room) % 64
@@ -318,7 +316,7 @@ def _aligned(shape: tuple, dtype) -> np.ndarray:
 
 @patch
 def read(self: Cache, ram_budget: float) -> Cache:   # GiB
-    "Read the arrays into memory, each shard checked, if their files are no larger than `ram_budget`."
+    "Read the arrays into memory, verifying each shard, if the files fit into `ram_budget`."
     lines = [line for line in self.manifest['shards'] if line['clips']]
     if self.held or sum(line['bytes'] for line in lines) > ram_budget * 2**30: return self
     self._check_files(whole=True)
@@ -338,51 +336,50 @@ def read(self: Cache, ram_budget: float) -> Cache:   # GiB
 
 @patch(as_prop=True)
 def held(self: Cache) -> int:
-    "The bytes of arrays in memory; 0 if they are mapped."
+    "Bytes of arrays in memory; 0 if mapped."
     return sum(getattr(self, kind).nbytes for kind in self.manifest['stored'] if hasattr(self, kind))
 
 @patch(as_prop=True)
 def recordings(self: Cache) -> list[str]:
-    "The path of each clip's recording, read from the table once."
+    "The path of each clip's recording, cached."
     if '_recordings' not in vars(self): self._recordings = [str(self.wav_path(i)) for i in range(len(self))]
     return self._recordings
 
 @patch
 def _shard(self: Cache, line: dict, path: Path) -> dict:
-    "The arrays of one shard; raises `UserError` if it is missing or damaged."
+    "Read a shard's arrays; raises `UserError` if it is missing or damaged."
     try: data = path.read_bytes()
     except OSError as e: raise UserError(f'{path}: {_unreadable(path, e)}') from None
     if fingerprint(data) != line['sha']: raise UserError(f'{path}: {_unreadable(path, None)}')
     return safetensors.numpy.load(data)
 
 # %% ../../nbs/data/cache.ipynb #row0c1d2
-_HOST = '/CPU:0'   # holds the arrays, whatever the device of the model
+_HOST = '/CPU:0'   # for the arrays, whatever the model's device
 
 class _GraphArrays:
-    "Arrays for use in a graph, on the host; those mapped with mode `c` are not copied."
+    "Host arrays for use in a graph; those mapped with mode `c` are not copied."
     def __init__(self,
-        arrays: list[np.ndarray],   # all of one dtype and inner shape
-        share: bool = False,        # also use the memory of those of `_aligned`, which must not change then
+        arrays: list[np.ndarray],   # of equal dtype and inner shape
+        share: bool = False,        # also use the memory of `_aligned` arrays, which must not change then
     ):
         self.dtype, self.shape = tf.as_dtype(arrays[0].dtype), [-1, *arrays[0].shape[1:]]
         with tf.device(_HOST):
             self.list = tf.raw_ops.EmptyTensorList(element_shape=self.shape, max_num_elements=-1,
                                                    element_dtype=self.dtype)
             for a in arrays:
-                # writable, and at an address that TensorFlow takes
                 used = a.size and a.flags.writeable and _address(a) % 64 == 0 and (
                     share or isinstance(a, np.memmap))
                 tensor = tf.experimental.dlpack.from_dlpack(a.__dlpack__()) if used else tf.constant(a)
                 self.list = tf.raw_ops.TensorListPushBack(input_handle=self.list, tensor=tensor)
 
     def __call__(self, i=0) -> tf.Tensor:
-        with tf.device(_HOST):   # eagerly, a GPU would be given a copy of all arrays
+        with tf.device(_HOST):   # else eager mode copies all arrays to a GPU
             return tf.raw_ops.TensorListGetItem(input_handle=self.list, index=i, element_shape=self.shape,
                                                 element_dtype=self.dtype)
 
 # %% ../../nbs/data/cache.ipynb #5c0a17e2
 class Column:
-    "One number per clip, read in graph as int64."
+    "A number per clip, read in graph as int64."
     def __init__(self, array: np.ndarray): self.arrays = _GraphArrays([array])
 
     def __call__(self, place):
@@ -390,7 +387,7 @@ class Column:
 
 # %% ../../nbs/data/cache.ipynb #row0c1d4
 def _positions(count, width, around: bool):
-    "(B, width) positions in rows of `count` (B,); past the end again from 0, or the last one."
+    "(B, width) positions in rows of `count` (B,); past the end wrap around or repeat the last."
     place = tf.range(tf.cast(width, tf.int64))[None]
     return place % count[:, None] if around else tf.minimum(place, count[:, None] - 1)
 
@@ -400,27 +397,27 @@ class InMemory:
         self.flat = {kind: _GraphArrays([getattr(cache, kind)], share=True) for kind in kinds}
 
     def __call__(self, kind, first, count, width, around=False):
-        "(B, width, ...) of the rows that begin at `first` (B,) and are `count` (B,) long."
+        "(B, width, ...): rows that start at `first` (B,), with lengths `count` (B,)."
         with tf.device(_HOST):
             return tf.gather(self.flat[kind](), first[:, None] + _positions(count, width, around))
 
 # %% ../../nbs/data/cache.ipynb #row0c1d5
 class InFiles:
-    "The same rows from the files of the shards; only the rows in use are read."
+    "The same rows, read from the shard files as needed."
     def __init__(self, cache: Cache, kinds: tuple[str, ...]):
         lines = [line for line in cache.manifest['shards'] if line['clips']]
-        _raise_file_limit(len(lines) + 512)   # a map keeps its file open, and `mapped` keeps 256 more
+        _raise_file_limit(len(lines) + 512)   # maps keep files open; `mapped` keeps 256 more
         maps = [np.memmap(cache.folder / line['file'], np.uint8, 'c') for line in lines]
         parts, first = [_array_parts(m) for m in maps], np.cumsum([0,
                                                                    *(line['clips'] for line in lines)])[:-1]
-        # of each shard: first byte in its file, first row; of all: dtype, inner shape
+        # per shard: offset in its file, first row; common: dtype, inner shape
         self.arrays = {kind: (tf.constant([p[kind][2] for p in parts], tf.int64),
                               tf.constant(getattr(cache, f'{kind}_start')[first], tf.int64),
                               tf.as_dtype(parts[0][kind][0]), parts[0][kind][1][1:]) for kind in kinds}
         self.files = _GraphArrays(maps)
 
     def __call__(self, kind, first, count, width, around=False):
-        "(B, width, ...) of the rows that begin at `first` (B,) and are `count` (B,) long."
+        "(B, width, ...): rows that start at `first` (B,), with lengths `count` (B,)."
         offset, begin, dtype, inner = self.arrays[kind]
         size = dtype.size * math.prod(inner)
 
@@ -439,8 +436,8 @@ class InFiles:
 def _clip_limits(
     cache: Cache,
     data: DataConfig,
-) -> dict[str, np.ndarray]:   # reason -> (clips,) bool, True if the clip is left out
-    "The clips of a cache that each limit leaves out; a resampled clip may be one sample longer."
+) -> dict[str, np.ndarray]:   # reason -> (clips,) bool, True: excluded
+    "Clips excluded by each limit; a resampled clip may be one sample longer."
     rate, samples = cache.config.model.audio.sample_rate, cache.samples
     return {f'shorter than data.min_seconds {data.min_seconds}': samples < data.min_seconds * rate,
             f'longer than data.max_seconds {data.max_seconds}': samples > math.ceil(data.max_seconds * rate),
@@ -448,11 +445,11 @@ def _clip_limits(
                 cache.text_length > data.max_text_tokens}
 
 def within_limits(cache: Cache, data: DataConfig) -> np.ndarray:   # (clips,) bool
-    "The clips of a cache that the settings allow."
+    "Mask of a cache's clips within the settings' limits."
     return ~np.any(list(_clip_limits(cache, data).values()), 0)
 
 def left_out_line(cache: Cache, data: DataConfig) -> str:
-    "How many clips of a cache the settings leave out, and why; empty if none."
+    "Text: how many clips the settings exclude, and why; empty if none."
     counts = {reason: int(out.sum()) for reason, out in _clip_limits(cache, data).items()}
     reasons = ', '.join(f'{n} {reason}' for reason, n in counts.items() if n)
     out = len(cache) - int(within_limits(cache, data).sum())
@@ -461,11 +458,11 @@ def left_out_line(cache: Cache, data: DataConfig) -> str:
 # %% ../../nbs/data/cache.ipynb #lim0e1f5
 def cumulative_chances(
     weight: np.ndarray,       # (clips,) weights without balancing, in any unit
-    speaker: np.ndarray,      # (clips,) their numbers
+    speaker: np.ndarray,      # (clips,) ids
     language: np.ndarray,     # (clips,)
     data: DataConfig,
 ) -> np.ndarray:              # (clips,) float64, ends at 1
-    "Cumulative probabilities of the clips, with speakers and languages balanced as `data` says."
+    "Cumulative clip probabilities, with speakers and languages balanced as set in `data`."
     chance = weight / np.bincount(speaker, weight)[speaker] if data.balance_speakers else weight
     if data.balance_languages: chance = chance / np.bincount(language, chance)[language]
     return np.cumsum(chance / chance.sum())
@@ -474,8 +471,8 @@ def cumulative_chances(
 def records(
     shard: dict,       # arrays
     stored: Iterable[str],
-):                     # yields a record at a time
-    "The records of a shard; raises `ValueError` if lengths and arrays do not match."
+):                     # yields records
+    "A shard's records; raises `ValueError` if lengths and arrays do not match."
     lengths = {kind: shard[f'{kind}_length'] * (kind in stored) for kind in ARRAYS}
     for kind, each in lengths.items():
         if (each < 0).any() or each.sum(dtype=np.int64) != len(shard[kind]):
@@ -487,7 +484,7 @@ def records(
 
 # %% ../../nbs/data/cache.ipynb #c8d003ae
 def _problem(record: dict, limits: dict[str, int]) -> str | None:
-    "The problem of a record, or None."
+    "A record's problem, or None."
     if record_check(record) != record['check']: return 'is not what was written'
     if not np.isfinite(record['mel'].astype(np.float32)).all(): return 'its mel is not finite'
     for kind, limit in limits.items():
@@ -495,7 +492,7 @@ def _problem(record: dict, limits: dict[str, int]) -> str | None:
             return f'its {kind} go beyond the {limit} there are'
 
 def _load_shard(path: Path) -> dict:
-    "The arrays of a shard; raises `ValueError` if names, dtypes or shapes are wrong."
+    "Load a shard's arrays; raises `ValueError` for wrong names, dtypes or shapes."
     try: shard = safetensors.numpy.load(path.read_bytes())
     except (safetensors.SafetensorError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f'is not readable ({e})') from None
@@ -512,7 +509,7 @@ def _load_shard(path: Path) -> dict:
 # %% ../../nbs/data/cache.ipynb #b744789c
 def _check_shard(path: Path, line: dict, stored: list[str], names: list[str],
                  limits: dict[str, int]) -> list[tuple[str, str]]:
-    "(clip, problem) of each problem of a shard; the clip is '' for the whole file."
+    "(clip, problem) for each problem of a shard; clip '': the whole file."
     try:
         shard = _load_shard(path)
         if (n := len(shard['samples'])) != line['clips']:
@@ -526,7 +523,7 @@ def _check_shard(path: Path, line: dict, stored: list[str], names: list[str],
 
 # %% ../../nbs/data/cache.ipynb #51a8a52f
 def _orphans(folder: Path, manifest: dict, rows: Iterable[dict]) -> list[str]:
-    "Files that belong to no part of the cache."
+    "Files that do not belong to the cache."
     known = {'manifest.json', _REPORT_PAGE, *manifest['files'],
              *(line['file'] for line in manifest['shards'])}
     known |= {row['wav'] for row in rows if 'wav' in row}
@@ -534,7 +531,7 @@ def _orphans(folder: Path, manifest: dict, rows: Iterable[dict]) -> list[str]:
                   and (name := f.relative_to(folder).as_posix()) not in known)
 
 def _check_sound(folder: Path, rows: Iterable[dict], sound: np.ndarray) -> list[tuple[str, str, str]]:
-    "(file, clip, problem) of each wav file that a runtime cache wrote."
+    "(file, clip, problem) for wav files written by a runtime cache."
     found = []
     for row, expected in zip(rows, sound):
         if 'wav' not in row: continue
@@ -552,7 +549,7 @@ def verify_cache(
     folder: str | Path,
     progress=None,           # called with (done, total) clips
 ) -> tuple[int, list[dict]]:
-    "The number of checked items, and each problem as `file`, `clip` ('' for the whole file), `problem`."
+    "Number of checked items, and problems: `file`, `clip` ('': the whole file), `problem`."
     folder, found = Path(folder), []
     try: manifest = read_manifest(folder)
     except UserError as e:
@@ -579,20 +576,20 @@ def verify_cache(
 
 # %% ../../nbs/data/cache.ipynb #44ad9d0f
 def _rows(folder: Path, bad: dict, index: dict):
-    "The lines of the table if it is intact, by the index or without."
+    "The table's rows if it is intact, with or without the index."
     if 'clips.jsonl' in bad: return []
     if index: return ClipRows(folder / 'clips.jsonl', index['row'])
     return read_json_lines(folder / 'clips.jsonl')
 
 def _limits(folder: Path, bad: dict) -> dict[str, int]:
-    "The numbers of codes and text ids, of the files that are intact."
+    "Vocabulary sizes of codes and text, from intact files."
     limits = {}
     if 'config.yaml' not in bad: limits['codes'] = XTTSConfig.load(folder / 'config.yaml').model.dvae.codes
     if 'tokenizer.json' not in bad: limits['text'] = Tokenizer.load(folder / 'tokenizer.json').size
     return limits
 
 def _stale(folder: Path, manifest: dict) -> list[str]:
-    "The kinds that this version of the library would compute differently."
+    "Array kinds that this library version computes differently."
     config, files, keys = XTTSConfig.load(folder / 'config.yaml'), manifest['files'], manifest['keys']
     now = content_keys(config, files['dvae.safetensors']['sha'], files['tokenizer.json']['sha'],
                        keys['stats'], keys.get('precision', 'float32'))

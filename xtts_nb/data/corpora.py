@@ -39,34 +39,34 @@ class Clip:
     speaker: str
     language: str
     path: Path      # of the audio
-    start: float = 0.           # s, of a part of it
-    end: float | None = None    # None: all of it is the clip
+    start: float = 0.           # s, of the part
+    end: float | None = None    # None: the whole file
 
 @dataclass(frozen=True)
 class Dropped:
-    "A row that is left out, and why."
+    "A dropped row, with the reason."
     id: str
     reason: str
 
 class _Row(NamedTuple):
-    "The data of a clip as a layout gives them, not yet checked."
-    where: str           # such as line 3
-    audio: str           # relative to the folder of the corpus
+    "A clip's raw data from a layout, unchecked."
+    where: str           # e.g. line 3
+    audio: str           # relative to the corpus folder
     text: str
     speaker: str = ''
     language: str = ''
     id: str = ''         # empty: `audio`
-    start: str = ''      # s, of a part of the audio; empty: all of it is the clip
+    start: str = ''      # s, of a part of the audio; empty: the whole file
     end: str = ''
-    duration: str = ''   # s, in place of `end`
+    duration: str = ''   # s, instead of `end`
 
 # %% ../../nbs/data/corpora.ipynb #c4458901
-# of recordings; tried in this order if a row names no suffix
+# of recordings; tried in this order for rows without a suffix
 SUFFIXES = ('.wav', '.flac', '.mp3', '.ogg', '.opus', '.m4a', '.m4b', '.mp4', '.aac', '.aiff', '.aif',
             '.oga', '.wma', '.webm', '.mka', '.mkv', '.mov', '.3gp', '.amr', '.caf', '.au', '.w64')
 
 def _file_fault(path: str | Path) -> str | None:
-    "Why `path` cannot be opened as a file; None if it can."
+    "Why `path` cannot be opened; None if it can."
     try: mode = os.stat(path).st_mode
     except (OSError, ValueError) as e:   # ValueError: an invalid name
         if getattr(e, 'errno', None) == errno.ELOOP: return 'a link that leads back to itself'
@@ -75,11 +75,11 @@ def _file_fault(path: str | Path) -> str | None:
     return None if os.access(path, os.R_OK) else 'not readable'
 
 def _elsewhere(name: str) -> bool:
-    "Whether a path begins at the root of a disk."
+    "Whether a path is absolute."
     return os.path.isabs(name) or bool(re.match(r'[A-Za-z]:[\\/]', name))
 
 def _inside(folder: Path, name: str) -> list[str]:
-    "Where a file may be in `folder`: any end of a path of another machine; nothing if the path leads out."
+    "Candidate paths in `folder`: suffixes of another machine's path; none if it leads outside."
     parts = [p for p in name.replace('\\', '/').split('/') if p]
     if '..' in parts: return []
     if not _elsewhere(name): return ['/'.join(parts)]
@@ -89,10 +89,10 @@ def _inside(folder: Path, name: str) -> list[str]:
 
 def _find_audio(
     folder: Path,
-    name: str,                  # as in the row, with or without a suffix
-    places: tuple[str, ...],    # in `folder`, in this order
-) -> tuple[str, str | None]:    # path, reason why it is not usable
-    "The file that a row names."
+    name: str,                  # from the row, with or without suffix
+    places: tuple[str, ...],    # in `folder`, in order
+) -> tuple[str, str | None]:    # path, reason if unusable
+    "Find the file named by a row."
     endings, first = [*SUFFIXES, *map(str.upper, SUFFIXES)], None
     for part in _inside(folder, name):
         with_ending = ('', *endings) if PurePath(part).suffix else endings   # an id may have a dot
@@ -106,12 +106,12 @@ def _find_audio(
     return '', f'the path leaves the corpus folder{no_file}: {visible(name)}'
 
 # %% ../../nbs/data/corpora.ipynb #d6277825
-_LONGEST_TEXT = 10_000   # characters; the longest that XTTS takes has a few hundred
+_LONGEST_TEXT = 10_000   # characters; XTTS accepts a few hundred
 _DAMAGED = re.compile('[\ud800-\udfff\ufffd]')
-_HTK = re.compile(r'(\d+) (\d+) \S+ \2 \d+ \S')   # .lab of other programs: where each sound begins and ends
+_HTK = re.compile(r'(\d+) (\d+) \S+ \2 \d+ \S')   # HTK .lab: start and end of each phone
 
 def _text_fault(row: _Row) -> str | None:
-    "Why the text is not usable, or None."
+    "Why the text is unusable, or None."
     if bad := next(filter(None, map(_DAMAGED.search, row)), None):
         near = bad.string[max(0, bad.start() - 10):bad.end() + 10]
         return f'not UTF-8: "{visible(near)}" in {visible(row.where)}; save the file again as UTF-8'
@@ -123,7 +123,7 @@ def _text_fault(row: _Row) -> str | None:
     if not any(map(str.isalnum, cleaned)): return f'the text has no letter or digit: {visible(cleaned)}'
 
 def _clip(row: _Row, folder: Path, places: tuple[str, ...], language: str) -> Clip | Dropped:
-    "The clip of a row, or why it is dropped; `language` is the default."
+    "The clip of a row, or the reason to drop it; `language` is the default."
     name = row.id or row.audio
     if not name: return Dropped(row.where, f'no file is named in {row.where}')
     fault = _text_fault(row) if _DAMAGED.search(name) else None
@@ -139,8 +139,8 @@ def _clip(row: _Row, folder: Path, places: tuple[str, ...], language: str) -> Cl
     return Clip(name, row.text, row.speaker or 'speaker', code, folder / path, start, end)
 
 def _span(row: _Row) -> tuple[float, float | None]:   # s
-    "The part of the audio that a row names; raises `ValueError` for what is none."
-    # a duration alone is that of the whole file
+    "The time span of a row; raises `ValueError` if invalid."
+    # a duration alone is the whole file's
     if not row.end and (not row.start or not row.duration and float(row.start) == 0): return 0., None
     start = float(row.start)
     end = float(row.end) if row.end else start + float(row.duration)
@@ -149,17 +149,17 @@ def _span(row: _Row) -> tuple[float, float | None]:   # s
 
 # %% ../../nbs/data/corpora.ipynb #6569f232
 _LONGEST_LINE = 2**20   # characters; the rest is skipped
-_MARKS = '\ufeff\u200b\u2060'   # without a width: the byte-order mark, spaces
+_MARKS = '\ufeff\u200b\u2060'   # zero-width: byte-order mark, spaces
 
 def _encoding(path: Path) -> str:
-    "The encoding of a text file, by its first four bytes."
+    "A text file's encoding, from its first four bytes."
     with open(path, 'rb') as f: head = f.read(4)
     if head[:2] in (b'\xff\xfe', b'\xfe\xff'): return 'utf-16'
     zeros = [i for i, byte in enumerate(head) if byte == 0]
     return {(1, 3): 'utf-16-le', (0, 2): 'utf-16-be'}.get(tuple(zeros), 'utf-8')
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    "Number and text of each non-blank line; undecodable bytes become U+DC80 to U+DCFF or U+FFFD."
+    "Number and text of non-blank lines; undecodable bytes become U+DC80 to U+DCFF or U+FFFD."
     if fault := _file_fault(path): raise UserError(f'{path}: is {fault}; give a file of text.')
     encoding = _encoding(path)
     with open(path, encoding=encoding,
@@ -169,13 +169,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             number, rest = number + 1, line
             while len(rest) == _LONGEST_LINE and rest[-1] != '\n': rest = file.readline(_LONGEST_LINE)
             line = line.removesuffix('\n')
-            line = line.lstrip(_MARKS)   # files that were joined have several
+            line = line.lstrip(_MARKS)   # concatenated files have several
             if line.strip(): yield number, line
 
 # %% ../../nbs/data/corpora.ipynb #14b74793
-_PLACES = '', 'wavs', 'wav', 'clips', 'audio'   # folders of the audio
+_PLACES = '', 'wavs', 'wav', 'clips', 'audio'   # audio folders
 
-_COLUMN_NAMES = {   # field -> the names that a column for it may have, the preferred one first
+_COLUMN_NAMES = {   # field -> possible column names, preferred first
     'audio': ('audio', 'audio_file', 'audio_path', 'audio_filepath', 'audio_filename', 'path',
               'file', 'file_name', 'filename', 'file_path', 'filepath', 'wav', 'wav_filename', 'wav_path',
               'wav_file'),
@@ -184,16 +184,16 @@ _COLUMN_NAMES = {   # field -> the names that a column for it may have, the pref
     'speaker': ('speaker', 'speaker_name', 'speaker_id', 'client_id', 'spk', 'spk_id', 'sid'),
     'language': ('language', 'lang', 'locale'),
     'id': ('id', 'utt_id', 'clip_id'),
-    'start': ('start', 'start_time', 'offset', 'begin', 'segment_start'),   # s, as the next two
+    'start': ('start', 'start_time', 'offset', 'begin', 'segment_start'),   # s, like the next two
     'end': ('end', 'end_time', 'stop', 'segment_end'),
     'duration': ('duration', 'dur')}
 
 def _bare(cell: str) -> str:
-    "A cell without spaces at its ends, also those of no width."
+    "A cell stripped of spaces, zero-width ones included."
     return cell.strip(string.whitespace + '\xa0\u3000' + _MARKS)
 
 def _cells(line: str, delimiter: str) -> list[str]:
-    "The cells of one line; raises `csv.Error` for unpaired quotes."
+    "The cells of a line; raises `csv.Error` for unpaired quotes."
     if delimiter in ',;':
         reader = csv.reader([line], delimiter=delimiter, skipinitialspace=True, strict=True)
         return [*map(_bare, next(reader))]
@@ -202,7 +202,7 @@ def _cells(line: str, delimiter: str) -> list[str]:
     return [c[1:-1].replace('""', '"') if whole(c) else c for c in cells]
 
 def _header(line: str) -> tuple[str, list[str]] | None:
-    "Delimiter and column names, if at least two of the cells are known names."
+    "Delimiter and column names, if at least two cells are known names."
     known, best = {name for names in _COLUMN_NAMES.values() for name in names}, (1, None)
     for delimiter in '|\t,;':
         try: names = [c.lower() for c in _cells(line, delimiter)]
@@ -220,15 +220,15 @@ def _needed(values, where: str):
                             f'name one "{field}".')
 
 def _row(values: dict[str, str], where: str) -> _Row:
-    "The first filled column of each field."
+    "A row from the first non-empty column of each field."
     found = {field: next((v for n in names if (v := values.get(n))), '')
              for field, names in _COLUMN_NAMES.items()}
     return _Row(where, **found | {'audio': found['audio'] or found['id']})
 
-_LONGEST_ROW = 20   # lines; a cell in quotes may continue in the next one
+_LONGEST_ROW = 20   # lines; a quoted cell may continue on the next
 
 def _read_cells(lines, delimiter: str) -> Iterator[tuple[str, list[str] | csv.Error]]:
-    "The place and the cells of each row."
+    "Location and cells of each row."
     ahead, lines = deque(), iter(lines)
     while ahead or (following := next(lines, None)):
         number, line = ahead.popleft() if ahead else following
@@ -248,7 +248,7 @@ def _read_cells(lines, delimiter: str) -> Iterator[tuple[str, list[str] | csv.Er
 
 def _table_rows(lines, delimiter: str, names: list[str],
                 widths: tuple[int, ...]) -> Iterator[_Row | Dropped]:
-    "Rows whose number of cells is in `widths`; `names` are those of the first ones."
+    "Rows whose cell count is in `widths`; `names` are for the first cells."
     for where, cells in _read_cells(lines, delimiter):
         if isinstance(cells, csv.Error):
             yield Dropped(where, f'{where} is not a row: {cells}')
@@ -267,52 +267,52 @@ def _read_table(path: Path) -> Iterator[_Row | Dropped]:
 
 # %% ../../nbs/data/corpora.ipynb #crp0b001
 _LJSPEECH = 'id', 'text', 'normalized_text', 'speaker', 'language'
-CODES = set(   # of languages, as lists of trainers hold them
+CODES = set(   # language codes in trainers' lists
     'af am ar az be bg bn bs ca cmn cs cy da de deu el en eng es et eu fa fi fil fr fra ga gl gu he hi hr hu '
     'hy id is it ita ja jp jpn ka kab kk km kmr kn ko kor ku ckb lb lt lv mk ml mn mr ms mt my nb ne nl no '
     'pa pl ps pt ro ru rus si sk sl so spa sq sr sv sw ta te th tl tr tt uk ur uz vi yue zh zho'.split())
 
-def _kind(cells: tuple[str, ...]) -> str:   # language, speaker, text, or nothing
-    "What a column without audio holds."
+def _kind(cells: tuple[str, ...]) -> str:   # language, speaker, text, or empty
+    "The content of a column without audio."
     cells = [*filter(None, cells)]
     kinds, few = set(cells), len(set(cells)) <= len(cells) / 2
     if not any(map(str.isalnum, ''.join(kinds))): return 'nothing'
     if all(re.split('[-_]', c.lower())[0] in CODES and len(c) < 8 for c in kinds): return 'language'
-    if all(c.isdecimal() for c in kinds):   # sizes and times hardly repeat
+    if all(c.isdecimal() for c in kinds):   # sizes and times rarely repeat
         return 'speaker' if len(cells) < 20 or len(kinds) < 0.9 * len(cells) else 'nothing'
     if all(re.fullmatch(r'[-+]?[\d.]+(e-?\d+)?', c) for c in kinds): return 'nothing'
     return 'speaker' if few and max(map(len, kinds)) <= 40 else 'text'
 
 def _resemble(texts: tuple[str, ...], others: tuple[str, ...]) -> bool:
-    "Whether one column is the other one in other words, in half of the rows at least."
+    "Whether one column rephrases the other in at least half of the rows."
     pairs = [(a.casefold()[:200], b.casefold()[:200]) for a, b in zip(texts, others) if a and b][:100]
     alike = sum(SequenceMatcher(None, a, b).ratio() >= 0.5 for a, b in pairs)
     return len(pairs) > 0 and alike >= len(pairs) / 2
 
 # %% ../../nbs/data/corpora.ipynb #crp0b002
 def _named_by_content(columns: list[tuple[str, ...]]) -> list[str] | None:
-    "The names of columns behind that of the audio; None if they are not clear."
+    "Names of the columns after the audio; None if ambiguous."
     kinds = ['audio', *map(_kind, columns[1:])]
     texts = [i for i, kind in enumerate(kinds) if kind == 'text']
     spaced = lambda i: 2 * sum(' ' in cell for cell in columns[i]) > len(columns[i])
     one_word = lambda i: all(re.fullmatch(r'[@\w.-]{1,40}', cell) for cell in columns[i])
-    names = [*filter(one_word, texts)] if any(map(spaced, texts)) else []   # of speakers, one of each
+    names = [*filter(one_word, texts)] if any(map(spaced, texts)) else []   # of speakers, one each
     for i in names: kinds[i] = 'speaker'
     sizes = len(columns[-1]) > 2 and all(re.fullmatch(r'\d{4,}|\d*\.\d+', cell) for cell in columns[-1])
-    if len(columns) == 2 and sizes: return None   # as in a list of fairseq
+    if len(columns) == 2 and sizes: return None   # as in fairseq lists
     twice = len(columns) > 2 and not {1, 2} & {*names} and _resemble(*columns[1:3])
     if len(columns) == 2 or len(columns) in (3, 5) and (twice or not any(columns[2])):
         return [*_LJSPEECH[:len(columns)]]
     if twice: kinds[1:3] = 'text', 'text'
     texts = [i for i, kind in enumerate(kinds) if kind == 'text']
     letters = lambda i: sum(map(len, columns[i]))
-    if texts == [1, 2] and (twice or 0.6 < letters(2) / letters(1) < 3):   # as kana behind kanji
+    if texts == [1, 2] and (twice or 0.6 < letters(2) / letters(1) < 3):   # as kana after kanji
         kinds[2], texts = 'normalized_text', [1]
     if len(texts) != 1 or max(map(kinds.count, ('speaker', 'language'))) > 1: return None
     return ['id' if kind == 'audio' else kind for kind in kinds]
 
 def _columns(path: Path, folder: Path) -> tuple[str, list[str]]:   # delimiter, names
-    "The columns of a table without a header; raises `UserError` where its content does not tell them."
+    "Infer the columns of a table without header; raises `UserError` if ambiguous."
     lines = [line for _, line in islice(read_lines(path), 1000)]
     often = lambda delimiter: 2 * sum(delimiter in line for line in lines) > len(lines)
     if other := not often('|') and not often('\t') and next(filter(often, ';,'), None):
@@ -323,7 +323,7 @@ def _columns(path: Path, folder: Path) -> tuple[str, list[str]]:   # delimiter, 
     width = Counter(map(len, rows)).most_common(1)[0][0] if rows else 2
     columns = [*zip(*(row for row in rows if len(row) == width))]
     while len(columns) > 3 and len(columns) != 5 and not any(columns[-1]): columns.pop()
-    if len(columns) < 2: return delimiter, [*_LJSPEECH[:3]]   # no row has a text, and each will say so
+    if len(columns) < 2: return delimiter, [*_LJSPEECH[:3]]   # every row lacks a text
     named = lambda cells: sum(not _find_audio(folder, c,
                                               _PLACES)[1] for c in cells[:50]) > len(cells[:50]) / 2
     first = named(columns[0]) or not any(map(named, columns[1:]))
@@ -343,7 +343,7 @@ def _read_ljspeech(path: Path) -> Iterator[_Row | Dropped]:
 
 # %% ../../nbs/data/corpora.ipynb #f49a20ad
 def _read_jsonl(path: Path) -> Iterator[_Row | Dropped]:
-    "Rows as JSON objects; the keys are names of columns."
+    "Rows as JSON objects whose keys are column names."
     for where, values in _json_values(path):
         if isinstance(values, Exception):
             yield Dropped(where, f'{where} is not JSON: {values}')
@@ -361,8 +361,8 @@ def _read_jsonl(path: Path) -> Iterator[_Row | Dropped]:
             yield Dropped(where, f'{where}: "{wrong[0]}" is {type(values[wrong[0]]).__name__}, not text')
         else: yield _row({k: _bare(v) for k, v in values.items() if isinstance(v, str)}, where)
 
-def _json_values(path: Path) -> Iterator[tuple[str, object]]:   # place, value or error
-    "The objects of a file: one in each line, or all in one list or object."
+def _json_values(path: Path) -> Iterator[tuple[str, object]]:   # location, value or error
+    "A file's objects: one per line, or all in one list or object."
     first = _json(_first_line(path))
     known = {name for names in _COLUMN_NAMES.values() for name in names}
     if not isinstance(first, dict) or not known & {*map(str.lower, first)}:
@@ -388,14 +388,14 @@ def _entries(path: Path, whole: dict) -> Iterator[tuple[str, object]]:
 
 # %% ../../nbs/data/corpora.ipynb #1e7b6e59
 def _subfolders(folder: Path, depth: int) -> Iterator[Path]:
-    "The folders `depth` levels below `folder`, in order."
+    "The folders `depth` levels below `folder`, sorted."
     for path in sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else ():
         if depth == 1: yield path
         else: yield from _subfolders(path, depth - 1)
 
 def _pairs(folder: Path, sound: dict[str, Path], texts: dict[str, Path],
            speaker: str) -> Iterator[_Row | Dropped]:
-    "Recordings and texts of the same name."
+    "Pair recordings and texts by name."
     for name in sorted(sound.keys() | texts.keys()):
         if name not in texts:
             yield Dropped(name, 'the recording has no text file')
@@ -433,17 +433,17 @@ def _read_libritts(folder: Path) -> Iterator[_Row | Dropped]:
                               chapter.parent.name)
 
 def _keyed(path: Path) -> Iterator[tuple[str, str]]:
-    "The first word of each line, and the rest of it; nothing if there is no file."
+    "First word and rest of each line; nothing if the file is missing."
     for _, line in read_lines(path) if path.is_file() else (): yield (*line.strip().split(maxsplit=1),
                                                                       '')[:2]
 
 def _lists(folder: Path) -> list[Path]:
-    "Files of names and texts: of LibriSpeech `19/198/19-198.trans.txt`, of MLS and Kaldi one."
+    "Lists of names and texts: LibriSpeech `19/198/19-198.trans.txt`; MLS and Kaldi have one."
     names = ['transcripts.txt'] * (folder / 'audio').is_dir() + ['text'] * (folder / 'wav.scp').is_file()
     return sorted(p for name in (*names, '*/*/*.trans.txt', '*/*/*/*.trans.txt') for p in folder.glob(name))
 
 def _read_lists(folder: Path) -> Iterator[_Row | Dropped]:
-    "The audio is next to the list, in MLS `audio/19/198/19_198_0001.flac`, in Kaldi a line of `wav.scp`."
+    "Audio is next to the list; MLS: `audio/19/198/19_198_0001.flac`; Kaldi: lines of `wav.scp`."
     sound, speakers, parts = (dict(_keyed(folder / name)) for name in ('wav.scp', 'utt2spk', 'segments'))
     for path in _lists(folder):
         for name, text in _keyed(path):
@@ -457,20 +457,20 @@ def _read_lists(folder: Path) -> Iterator[_Row | Dropped]:
 _TEXTS = '.txt', '.lab'
 
 class _Beside:
-    "The texts in the folders of recordings: `a.txt` for `a.wav`, or `a.en.srt`, as downloads are called."
+    "Texts next to recordings: `a.txt` for `a.wav`, or `a.en.srt` as in downloads."
     def __init__(self, endings: tuple[str, ...] = _TEXTS, language: str = ''):
         self.endings, self.language, self.folders = endings, language, {}
 
     def find(self, path: Path) -> Path | None:
-        "The text of a recording: of its very name first, then in the language that was given."
+        "The text of a recording: with its exact name first, then in the given language."
         if path.parent not in self.folders: self.folders[path.parent] = self._texts(path.parent)
         exact, texts = self.folders[path.parent]
         return exact.get(path.stem) or texts.get(path.stem.lower())
 
-    def _texts(self, folder: Path) -> tuple[dict[str, Path], dict[str, Path]]:   # by name, in small letters
+    def _texts(self, folder: Path) -> tuple[dict[str, Path], dict[str, Path]]:   # by lower-case name
         files = {p.name: p for p in sorted(folder.iterdir()) if p.is_file()}
         rank = {ending: i for i, ending in enumerate(self.endings)}
-        # `a.en.srt` is of `a.en.wav` if there is one
+        # `a.en.srt` belongs to `a.en.wav` if that exists
         texts = sorted((p for p in files.values() if p.suffix.lower() in rank),
                        key=lambda p: rank[p.suffix.lower()])
         exact, folded = {}, {}
@@ -484,12 +484,12 @@ class _Beside:
         return exact, folded
 
 def _recordings(folder: Path) -> list[Path]:
-    "In a folder and in the folders there, of which each may be a speaker's."
+    "Recordings in a folder and its subfolders, which may be speakers."
     return [p for place in (folder, *_subfolders(folder, 1)) for p in sorted(place.iterdir())
             if p.suffix.lower() in SUFFIXES and not p.name.startswith('.')]
 
 def _read_pairs(folder: Path) -> Iterator[_Row | Dropped]:
-    "`x.wav` with `x.txt` or `x.lab`, perhaps in a folder for each speaker."
+    "`x.wav` with `x.txt` or `x.lab`, perhaps in a folder per speaker."
     beside = _Beside()
     for path in _recordings(folder):
         name, text = path.relative_to(folder).with_suffix('').as_posix(), beside.find(path)
@@ -498,23 +498,23 @@ def _read_pairs(folder: Path) -> Iterator[_Row | Dropped]:
 
 # %% ../../nbs/data/corpora.ipynb #3c341f5d
 class _Layout(NamedTuple):
-    "How a corpus is recognised and read."
+    "How to recognise and read a corpus."
     what: str                                        # description for the user
     find: Callable[[Path], Path | None]              # folder or file -> metadata
-    fits: Callable[[Path], bool]                     # whether the metadata have this layout
+    fits: Callable[[Path], bool]                     # metadata -> whether it has this layout
     read: Callable[[Path], Iterator[_Row | Dropped]]
-    places: tuple[str, ...] = ('',)                  # folders of the audio
+    places: tuple[str, ...] = ('',)                  # audio folders
 
 def _first_line(path: Path) -> str: return next(read_lines(path), (0, ''))[1]
 
 def _metadata(source: Path) -> Path | None:
-    "The named file, or the metadata file of the named folder."
+    "The file itself, or the folder's metadata file."
     endings = 'csv', 'tsv', 'jsonl', 'json', 'txt', 'list'
     files = (source / f'metadata.{end}' for end in endings) if source.is_dir() else [source]
     return next((f for f in files if f.is_file()), None)
 
 def _tsv(source: Path) -> Path | None:
-    "The largest list of a Common Voice corpus."
+    "The largest list in a Common Voice corpus."
     files = (source / name for name in ('validated.tsv', 'train.tsv')) if (source / 'clips').is_dir() else ()
     return next((f for f in files if f.is_file()), None)
 
@@ -545,9 +545,9 @@ _LAYOUTS = {
 # %% ../../nbs/data/corpora.ipynb #41719549
 def _find_layout(
     source: str | Path,           # folder, or a metadata file in it
-    layout: str | None = None,    # default: the first that fits
-) -> tuple[str, Path]:            # name of the layout, its metadata
-    "The layout of a corpus; raises `UserError` if none matches."
+    layout: str | None = None,    # default: first that matches
+) -> tuple[str, Path]:            # layout name, metadata
+    "Detect a corpus's layout; raises `UserError` if none matches."
     source = Path(source)
     if layout is not None and layout not in _LAYOUTS:
         raise UserError(f'"{visible(layout)}" is not a layout; choose one of {", ".join(_LAYOUTS)}.')
@@ -567,23 +567,23 @@ def _find_layout(
                     f'{hint}write a line "id|text" for each wavs/id.wav.')
 
 def layout_line(source: str | Path, layout: str | None = None) -> str:
-    "The layout of a corpus, in one line."
+    "A line that describes a corpus's layout."
     name, path = _find_layout(source, layout)
     return f'{path}: read as {name} ({_LAYOUTS[name].what}).'
 
 # %% ../../nbs/data/corpora.ipynb #e0fd0908
-def _check_language(language: str) -> str:   # its code, such as en
-    "The code of a language, in small letters; raises `UserError` for what is none."
+def _check_language(language: str) -> str:   # code, such as en
+    "A language's code in lower case; raises `UserError` if invalid."
     if _LANGUAGE_CODE.fullmatch(code := fold_language(language)): return code
     raise UserError(f'"{visible(language)}" is not a language code; write one such as en or zh-cn.')
 
 def _read_rows(
     source: str | Path,           # folder, or a metadata file in it
-    language: str = 'en',         # of rows that name none
-    layout: str | None = None,    # default: the first that fits
-    parts: bool = False,          # whether the caller reads only the part of a recording that a clip is
+    language: str = 'en',         # default of rows
+    layout: str | None = None,    # default: first that matches
+    parts: bool = False,          # whether the caller supports clips that are parts of a recording
 ) -> Iterator[Clip | Dropped]:
-    "The rows of a corpus one by one; raises `UserError` if it has none."
+    "Yield the rows of a corpus; raises `UserError` if it has none."
     _check_language(language)
     name, path = _find_layout(source, layout)
     folder, seen, texts = path if path.is_dir() else path.parent, set(), {}
@@ -591,7 +591,7 @@ def _read_rows(
     for row in _LAYOUTS[name].read(path):
         moved = isinstance(row, _Row) and _elsewhere(row.audio)
         if isinstance(row, _Row): row = _clip(row, folder, _LAYOUTS[name].places, language)
-        other = isinstance(row, Clip) and (   # numbers, since texts would fill the memory
+        other = isinstance(row, Clip) and (   # hashes, since texts would fill memory
             hash(row.text) != texts.setdefault(hash((row.path, row.start)), hash(row.text)))
         if other and moved:
             row = Dropped(row.id, f'the file {row.path.name} here is that of another row with this name')
@@ -608,11 +608,11 @@ def _read_rows(
 
 def read_corpus(
     source: str | Path,           # folder, or a metadata file in it
-    language: str = 'en',         # of rows that name none
-    layout: str | None = None,    # default: the first that fits
+    language: str = 'en',         # default of rows
+    layout: str | None = None,    # default: first that matches
     parts: bool = False,          # as in `_read_rows`
 ) -> tuple[list[Clip], list[Dropped]]:
-    "The usable rows and the dropped ones; raises `UserError` if there is no row."
+    "The usable and the dropped rows of a corpus; raises `UserError` if there are none."
     clips, dropped = [], []
     for row in _read_rows(source, language, layout, parts):
         (clips if isinstance(row, Clip) else dropped).append(row)
@@ -621,10 +621,10 @@ def read_corpus(
 # %% ../../nbs/data/corpora.ipynb #762168b5
 def synthetic_corpus(
     folder: str | Path,
-    clips: int = 8,          # for each of two voices
+    clips: int = 8,          # per voice, of two
     seconds: float = 1.0,
 ) -> Path:
-    "A small corpus of synthetic voices, for pages and tests."
+    "A small corpus of synthetic voices, for notebooks and tests."
     folder, rows = Path(folder), []
     for voice, pitch in (('low', 100.), ('high', 200.)):
         for i in range(clips):
@@ -638,7 +638,7 @@ def synthetic_corpus(
 
 # %% ../../nbs/data/corpora.ipynb #d8460258
 def check_dropped(dropped: list[Dropped], total: int, config: XTTSConfig, corpus: str | Path):
-    "Raise `UserError` if more clips are dropped than allowed, naming the first reasons."
+    "Raise `UserError`, with the first reasons, if too many clips are dropped."
     worst = '; '.join(f'{visible(d.id)}: {d.reason}' for d in dropped[:3])
     if dropped and len(dropped) == total:
         raise UserError(f'{corpus}: none of the {total} clips can be used ({worst}); fix them.')
@@ -647,15 +647,15 @@ def check_dropped(dropped: list[Dropped], total: int, config: XTTSConfig, corpus
                     f'{config.data.max_drop_rate:.0%} ({worst}); fix them or raise the rate.')
 
 # %% ../../nbs/data/corpora.ipynb #0ebf88f6
-# bytes; a header with this length or more was written before the length was known
+# bytes; at least this length in a header means that it was unknown
 _STREAMED = 0x7FFFF000
 _SIZES = re.compile(r'^ *(?:data|SSND|riff|Data Size) *: *(\d+) \(should be (\d+)\)', re.M)
 
 def _missing_share(
     file: AudioFile,
-    samples: int,                # N that were read
+    samples: int,                # N read
 ) -> float:                      # 0 to 1
-    "The share of the length in the header that a file lacks."
+    "The share of the header's length missing in a file."
     pairs = [(int(a), int(b)) for a, b in _SIZES.findall(file.extra_info)] + [(file.promised, samples)]
     if file.format == 'RF64':
         pairs += [(int(n), samples) for n in re.findall(r'^ *Frames +: (\d+)', file.extra_info, re.M)]
@@ -674,14 +674,14 @@ def _ogg_ends(path: str | Path) -> bool:
 _SILENT = 1e-3   # of full scale: -60 dB
 
 def decode(path: Path, config: XTTSConfig) -> np.ndarray:
-    "The samples (N,) float32 in [-1, 1] of a usable clip; raises `UserError` with the reason for any other."
+    "Decode a clip to samples (N,) float32 in [-1, 1]; raises `UserError` if unusable."
     with open_audio(path, config.model.audio.sample_rate) as file: return _decode(file, config, 0., None)
 
 def _decode(file: AudioFile, config: XTTSConfig, start: float, end: float | None) -> np.ndarray:
     rate, least, most = config.model.audio.sample_rate, config.data.min_seconds, config.data.max_seconds
     seconds = end - start if end else file.frames and file.frames / file.samplerate
     if seconds and seconds > most: raise UserError(f'{seconds:.2f} s, longer than data.max_seconds {most}')
-    wav = _read_part(file, start, end or most + 1)   # the length may be unknown
+    wav = _read_part(file, start, end or most + 1)   # length may be unknown
     if not end and len(wav) > most * file.samplerate:
         raise UserError(f'more than {most} s, longer than data.max_seconds {most}')
     missing = 1 - len(wav) / file.samplerate / (end - start) if end else _missing_share(file, len(wav))
@@ -695,7 +695,7 @@ def _decode(file: AudioFile, config: XTTSConfig, start: float, end: float | None
     return wav
 
 def _load_parts(clips: list[Clip], config: XTTSConfig) -> list[np.ndarray | Dropped]:
-    "The samples of clips of one recording, which is opened once."
+    "Samples of several clips from one recording, opened once."
     reason = lambda clip, e: Dropped(clip.id, str(e).removeprefix(f'{clip.path}: ').rstrip('.'))
     found = []
     try:
@@ -703,33 +703,33 @@ def _load_parts(clips: list[Clip], config: XTTSConfig) -> list[np.ndarray | Drop
             for clip in clips:
                 try: found.append(_decode(file, config, clip.start, clip.end))
                 except UserError as e: found.append(reason(clip, e))
-    except UserError as e: found += [reason(clip, e) for clip in clips]   # it cannot be opened
+    except UserError as e: found += [reason(clip, e) for clip in clips]   # cannot be opened
     return found
 
 # %% ../../nbs/data/corpora.ipynb #53fa22c5
 def read_audio(
     clips: list[Clip],
     config: XTTSConfig,
-    chunk: int = 64,         # clips in memory at once
+    chunk: int = 64,         # clips in memory
 ) -> Iterator[tuple[Clip, np.ndarray | Dropped]]:
-    "Each clip with its samples, or with the reason why it is left out, in order."
+    "Each clip with its samples, or with the reason to drop it, in order."
     with ThreadPoolExecutor(config.data.num_workers) as pool:
         for i in range(0, len(clips), chunk):
             part = clips[i:i + chunk]
-            groups = [[*some] for _, some in groupby(part, lambda clip: clip.path)]   # parts of one recording
+            groups = [[*some] for _, some in groupby(part, lambda clip: clip.path)]   # by recording
             for some, wavs in zip(groups, pool.map(lambda some: _load_parts(some, config), groups)):
                 yield from zip(some, wavs)
 
 # %% ../../nbs/data/corpora.ipynb #36b48320
 _MEASURED = 'peak', 'clipped', 'leading', 'inner', 'trailing', 'sound'   # of `measure_clip`
 
-_FULL_SCALE = 0.99   # below 1, because resampling adds ripples to clipped samples
+_FULL_SCALE = 0.99   # below 1, since resampling adds ripples to clipped samples
 
 def measure_clip(
     wav: np.ndarray,     # (N,) float32
     rate: int,           # Hz
-) -> dict:               # sound, peak, clipped, and the silent shares: leading, inner, trailing
-    "The measurements of a clip for the report."
+) -> dict:               # sound, peak, clipped; silent shares: leading, inner, trailing
+    "Measure a clip for the report."
     frame = rate // 50
     level = wav[:len(wav) // frame * frame].reshape(-1, frame).std(axis=1)
     loud = np.flatnonzero(level >= max(level.max(initial=0) / 100, 1e-9))
@@ -744,7 +744,7 @@ def measure_clip(
 
 # %% ../../nbs/data/corpora.ipynb #cf9bc1af
 def reason_kind(reason: str) -> str:
-    "The kind of a reason, without details of a clip."
+    "A reason without clip details."
     general = re.split(r':| \(', re.sub(r'(?<=the file ).*(?= is )', '…', reason))[0]
     return re.sub(r'(?<![\w-])\d[\d.,]*', 'N', general)
 
@@ -756,16 +756,16 @@ def _distribution(values: np.ndarray, bins: int = 20) -> dict:
     return {'quantiles': quantiles, 'counts': counts.tolist(), 'edges': edges.round(3).tolist()}
 
 def _alike(table: Sequence[dict], keys: np.ndarray) -> list[list[str]]:
-    "Groups of ids of clips that share a key."
+    "Groups of clip ids with equal keys."
     _, number, count = np.unique(keys, return_inverse=True, return_counts=True)
     groups = defaultdict(list)
     for i in np.flatnonzero(count[number] > 1): groups[keys[i]].append(table[i]['id'])
     return [*groups.values()]
 
-def _key(*parts: str) -> int: return int(fingerprint(parts), 16)   # 64 bits for each clip, not its text
+def _key(*parts: str) -> int: return int(fingerprint(parts), 16)   # smaller than the text
 
 # %% ../../nbs/data/corpora.ipynb #f8a89722
-_CLIPPED = 0.001   # a clip counts as clipped if a larger share of its samples is at full scale
+_CLIPPED = 0.001   # a clip is clipped if a larger share of samples is at full scale
 
 def _worst(table: Sequence[dict], shares: np.ndarray, least: float = 0.) -> list[dict]:
     "The five clips with the largest share above `least`."
@@ -777,7 +777,7 @@ _COLUMNS = [('seconds', 'f8'), ('length', 'i4'), ('letters', 'u8'), ('measured',
             *((name, 'f8') for name in _SHARES), ('sound', 'u8')]
 
 def _row_of(t: dict, text: str) -> tuple:
-    "The columns of a clip; `letters` are equal for clips of the same text."
+    "A clip's columns; `letters` are equal for clips with equal texts."
     letters = _key(t['speaker'], t['language'], ''.join(filter(str.isalnum, text)))
     measured = 'sound' in t, *(t.get(name, 0) for name in _SHARES), _key(t.get('sound', ''))
     return t['seconds'], len(text), letters, *measured
@@ -792,10 +792,10 @@ def _sound(table: Sequence[dict], c: np.ndarray) -> dict:
             'same_sound': _alike(table, c['sound'])}
 
 def summary(
-    table: Sequence[dict],      # id, text, speaker, language, seconds, `measure_clip` of each clip
+    table: Sequence[dict],      # per clip: id, text, speaker, language, seconds, `measure_clip`
     dropped: list[Dropped],
 ) -> dict:
-    "Statistics of a corpus, and each dropped clip with its reason; the table is read once, not held."
+    "Statistics of a corpus, and the dropped clips with reasons; reads the table once."
     counts = {name: Counter() for name in ('speakers', 'languages', 'characters')}
     def rows():
         for t in table:
@@ -818,7 +818,7 @@ def summary(
 
 # %% ../../nbs/data/corpora.ipynb #6ac54c84
 def _counted(counts: dict[str, int], most: int = 10) -> str:
-    "The most frequent values with their counts."
+    "The most frequent values with counts."
     more = f', and {len(counts) - most:,} more' if len(counts) > most else ''
     return ', '.join(f'{visible(k, 30).replace(" ", "␣")} {n:,}'
                      for k, n in list(counts.items())[:most]) + more
@@ -829,7 +829,7 @@ def _quantiles(values: dict) -> str:
     return f'90 % lie between {low:.1f} and {high:.1f}, half below {half:.1f}'
 
 def _groups(groups: list[list[str]]) -> str:
-    "The number of clips that are alike, and the first ones."
+    "The number of similar clips, and the first ones."
     first = '; '.join(' = '.join(visible(i, 40) for i in ids[:3]) for ids in groups[:3])
     return f'{sum(map(len, groups))} clips' + (f' ({first})' if groups else '')
 
@@ -839,7 +839,7 @@ def _shares(worst: list[dict]) -> str:
 # %% ../../nbs/data/corpora.ipynb #c8ceb973
 def report_text(
     report: dict,
-    most: int | None = None,    # dropped clips that are listed; default: all
+    most: int | None = None,    # most dropped clips to list; default: all
 ) -> str:
     "The report as text."
     minutes, shortest, longest = report['seconds'] / 60, report['shortest'], report['longest']

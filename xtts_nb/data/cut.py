@@ -40,33 +40,33 @@ from ..files import (
     remove_work, visible, _with_ending, write_json)
 
 # %% ../../nbs/data/cut.ipynb #6bf8d422
-_NEAR, _WITHIN = 6, 2   # frames that the edge of a sentence is moved to a pause, outwards and inwards
+_NEAR, _WITHIN = 6, 2   # frames by which a sentence edge may move to a pause, outwards and inwards
 _SHORTEST, _LONGEST = 2., 11.    # s, of a clip
-_SHORT = 3.                     # s; where most sentences are shorter, each is a clip of its own ...
-_BRIEF = 1.                     # s, ... from this length on
-_USUAL = 2., 5., 8.             # s, in turn: later a model is given short texts and long ones
-_REST = 10                      # frames; more sound without text is not a syllable of a neighbour
-_CUT = 0.1                      # s, the shortest pause to cut in: half of it stays on either side
-_MARGIN, _LONG_PAUSE = 0.1, 1.5  # s of silence at both ends of a clip, s of silence within one
+_SHORT = 3.                     # s; if most sentences are shorter, each is a clip ...
+_BRIEF = 1.                     # s, ... of at least this length
+_USUAL = 2., 5., 8.             # s, in turn, so that a model learns short and long texts
+_REST = 10                      # frames; longer sound without text is not a neighbour's syllable
+_CUT = 0.1                      # s, shortest pause to cut in; half of it stays on each side
+_MARGIN, _LONG_PAUSE = 0.1, 1.5  # s of silence at a clip's ends, and inside it
 _MARKS = tuple('.,;:!?…)]»”"—–، ؛؟。，、；：！？।')
 
 class _CutPiece(NamedTuple):
-    "The part between two possible cuts."
-    left: int        # the pause before it, -1 if there is none to cut in
-    right: int       # the pause after it
+    "The part between two possible cut points."
+    left: int        # index of the pause before it, -1: none to cut in
+    right: int       # index of the pause after it
     start: float     # s, of its sound
     end: float
     text: str
-    inner: bool      # whether it ends within a sentence
+    inner: bool      # ends within a sentence
     score: float = 0.   # of its sentence
 
 def _edge(speech: Speech, frame: int, low: int, high: int) -> int:
-    "The frame from `low` to `high` near `frame` that has a pause before it, better a long one, else `frame`."
+    "A frame in [`low`, `high`] near `frame` after a pause, preferably long; else `frame`."
     near = [f for f in range(low, high + 1) if speech.pause[f] >= 0]
     return min(near, key=lambda f: abs(f - frame) + EDGE * np.exp(-speech.silence[f] / 0.15), default=frame)
 
 def _with_edges(fits: list[Fit], speech: Speech) -> list[Match]:
-    "The sentences with their edges at pauses."
+    "The sentences with edges moved to pauses."
     matches = []
     for i, fit in enumerate(fits):
         low = matches[-1].end if matches else 0
@@ -78,7 +78,7 @@ def _with_edges(fits: list[Fit], speech: Speech) -> list[Match]:
     return [_with_rest(*three, speech) for three in zip([None, *matches], matches, [*matches[1:], None])]
 
 def _with_rest(before: Match | None, match: Match, after: Match | None, speech: Speech) -> Match:
-    "A sentence with a syllable that lies between it and the next one, if the pause on its side is shorter."
+    "A sentence extended by adjacent sound without text, if the pause on its side is shorter."
     begin, end, silence = match.begin, match.end, speech.silence
     if after and 0 < after.begin - end <= _REST and silence[end] < silence[after.begin]: end = after.begin
     if before and 0 < begin - before.end <= _REST and silence[begin] <= silence[before.end]:
@@ -87,18 +87,18 @@ def _with_rest(before: Match | None, match: Match, after: Match | None, speech: 
 
 # %% ../../nbs/data/cut.ipynb #58b19dc0
 def _word_at(fit: Fit, frame: int, pause: float, sentence: Sentence, words: list[int]) -> int | None:
-    "The word that begins after a pause before `frame`; None if that is not sure."
+    "The word that begins after a pause before `frame`; None if uncertain."
     place = fit.path[min(frame - fit.match.begin, len(fit.path) - 1)]
     after_mark = lambda k: sentence.text[:sentence.words[k]].rstrip().endswith(_MARKS)
     off = {k: abs(words[k] - place) - 3 * after_mark(k) for k in range(1, len(words))}
-    best = min(reversed(off), key=off.get, default=None)   # of words without a mark, the next one with one
+    best = min(reversed(off), key=off.get, default=None)   # of words without a mark, the next with one
     if best is None or off[best] > 5: return None
     if after_mark(best): return best if pause >= 0.15 else None
     return best if pause >= 0.25 and 2 <= best <= len(words) - 2 else None
 
 def _pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech,
                words: list[int]) -> list[_CutPiece]:
-    "A sentence in pieces, cut at the pauses within it whose place in the text is sure."
+    "Cut a sentence at inner pauses whose position in the text is certain."
     cuts, last = [(match.begin, 0)], 0
     for frame in range(max(match.begin, fit.match.begin) + 1, min(match.end, fit.match.end)):
         if speech.pause[frame] < 0: continue
@@ -122,7 +122,7 @@ def _pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech,
 # %% ../../nbs/data/cut.ipynb #50f8b265
 def _chains(fits: list[Fit], speech: Speech, model: TextFrames,
             sentences: list[Sentence]) -> list[list[_CutPiece]]:
-    "The pieces of all sentences; a chain ends where there is sound without text."
+    "Chains of all sentences' pieces; a chain ends at sound without text."
     found, before = [], None
     for fit, match in zip(fits, _with_edges(fits, speech)):
         pieces = _pieces_of(fit, match, sentences[match.sentence], speech, model.words[match.sentence])
@@ -133,7 +133,7 @@ def _chains(fits: list[Fit], speech: Speech, model: TextFrames,
     return found
 
 def _shortest_clip(pieces: list[_CutPiece]) -> float:   # s
-    "Clips of a recording of short sentences are short: a model speaks what it has heard."
+    "The shortest clip; shorter for recordings of short sentences, so that a model learns those."
     lengths, begin = [], None
     for p in pieces:
         begin = p.start if begin is None else begin
@@ -144,21 +144,21 @@ def _shortest_clip(pieces: list[_CutPiece]) -> float:   # s
 
 # %% ../../nbs/data/cut.ipynb #50f8b2a1
 def _clip_cost(pieces: list[_CutPiece], starts_inside: bool, usual: float, shortest: float) -> float | None:
-    "The cost of a clip of these pieces; None if they cannot be one."
+    "The cost of a clip of these pieces; None if invalid."
     first, last = pieces[0], pieces[-1]
     seconds = last.end - first.start + 2 * _MARGIN
     if first.left < 0 or last.right < 0 or not shortest <= seconds <= _LONGEST: return None
     if any(b.start - a.end > _LONG_PAUSE for a, b in zip(pieces, pieces[1:])): return None
-    # a second costs 1 in a clip of the usual length, more in others
+    # cost per second: 1 at the usual length, more otherwise
     return (usual + seconds**2 / usual) / 2 + 7 * starts_inside + 7 * last.inner
 
 def _choose_clips(
     chain: list[_CutPiece],
     shortest: float = _SHORTEST,   # s
 ) -> tuple[list[list[_CutPiece]], list[_CutPiece]]:
-    "The cheapest division of a chain into clips, and what is in none."
-    lengths = _USUAL if shortest > _BRIEF else (_BRIEF,)   # short sentences are learned one by one
-    best = [(0., 0, True)]   # cost up to here, where the last part begins, whether it is a clip
+    "The cheapest division of a chain into clips, and the remaining pieces."
+    lengths = _USUAL if shortest > _BRIEF else (_BRIEF,)   # short sentences: one per clip
+    best = [(0., 0, True)]   # cost so far, start of the last part, whether it is a clip
     for j in range(1, len(chain) + 1):
         options = [(best[j - 1][0] + 50, j - 1, False)]
         for i in range(j - 1, -1, -1):
@@ -185,21 +185,21 @@ def _reason(piece: _CutPiece, shortest: float) -> str:
     return f'shorter than {shortest:g} s, and nothing next to it to join: {seconds:.1f} s'
 
 def _clip_times(pieces: list[_CutPiece], speech: Speech, seconds: float) -> tuple[float, float]:
-    "Start and end of a clip (s), with at most half of each pause."
+    "Start and end of a clip (s), with at most half of each adjacent pause."
     (a, b), (c, d) = speech.pauses[pieces[0].left], speech.pauses[pieces[-1].right]
     before, after = (b - a) / (1 if a == 0 else 2), (d - c) / (1 if d >= seconds - 0.02 else 2)
     return b - min(_MARGIN, before), c + min(_MARGIN, after)
 
 def _gap(start: float, end: float, times: np.ndarray,   # (T,) s, of speech
          why: str = 'no sentence of the text is spoken here') -> dict:
-    "A stretch in no clip: a pause, or sound with its reason."
+    "A span outside clips: a pause, or sound with a reason."
     inside = np.searchsorted(times, end) - np.searchsorted(times, start, 'right')
     reason = why if inside * FRAME > 0.1 else 'pause'
     return {'start': round(float(start), 3), 'end': round(float(end), 3), 'reason': reason}
 
 def account(clips: list[dict], rest: list[_CutPiece], speech: Speech, seconds: float,
             shortest: float = _SHORTEST) -> list[dict]:
-    "The stretches outside the clips, with their reasons, in order."
+    "The spans outside clips, with reasons, in order."
     taken = [(c['start'], c['end'], None) for c in clips]
     taken += [(p.start, p.end, _reason(p, shortest)) for p in rest]
     taken = [*sorted(taken, key=lambda t: t[:2]), (seconds, seconds, None)]
@@ -207,29 +207,29 @@ def account(clips: list[dict], rest: list[_CutPiece], speech: Speech, seconds: f
     for (start, end, reason), (following, *_) in zip(taken, [*taken[1:], (seconds,)]):
         if start - at > 0.0005: dropped.append(_gap(at, start, speech.times))
         begin = max(at, start)
-        if reason: end = min(end, following)   # the next clip begins in the pause, with its margin
+        if reason: end = min(end, following)   # the next clip's margin begins in the pause
         if reason and end > begin:
             dropped.append({'start': round(begin, 3), 'end': round(end, 3), 'reason': reason})
         at = max(at, end)
     return dropped
 
 # %% ../../nbs/data/cut.ipynb #c0700011
-_GAP = 2.   # s between two recordings: no clip has so long a pause
+_GAP = 2.   # s between recordings, longer than any pause in a clip
 
 class _Recording(NamedTuple):
-    "A recording among others that are aligned as one."
+    "One of several recordings aligned as one."
     path: Path
-    begin: float     # s of the whole
-    seconds: float   # of its own
-    scale: float     # its own seconds for one of the whole: frames of some sample rates are a little shorter
+    begin: float     # s in the whole
+    seconds: float   # own length
+    scale: float     # own seconds per second of the whole: frame lengths depend on the rate
 
 def _join_sounds(
     paths: list[Path],
     sounds: list[SoundFrames],
     gap: float = _GAP,            # s
-    least: float = _PAUSE,        # s, the shortest pause
+    least: float = _PAUSE,        # s, shortest pause
 ) -> tuple[SoundFrames, list[_Recording]]:
-    "The frames of recordings one after the other."
+    "Concatenate the features of recordings."
     frame = hop_length(sounds[0].rate) / sounds[0].rate
     more, at, mel, pauses, recordings = round(gap / frame), 0, [], [], []
     for path, sound in zip(paths, sounds):
@@ -246,12 +246,12 @@ def _join_sounds(
     return whole, recordings
 
 def _merged(stretches: np.ndarray) -> np.ndarray:   # (P, 2) s
-    "Stretches in order, of which those that touch become one; levels end up to 20 ms before the sound."
+    "Merge adjacent spans; levels end up to 20 ms before the sound."
     first = np.append(True, stretches[1:, 0] > stretches[:-1, 1] + 0.02)
     return np.stack([stretches[first, 0], stretches[np.append(first[1:], True), 1]], 1)
 
 def _located(stretches: list[dict], recordings: list[_Recording]) -> Iterator[dict]:
-    "Stretches of the whole in seconds of their recordings; between two recordings is nothing."
+    "Map spans of the whole to seconds of their recordings, without the gaps between."
     for stretch in stretches:
         first = max(0, bisect_right(recordings, stretch['start'], key=lambda r: r.begin) - 1)
         for r in islice(recordings, first, None):
@@ -267,7 +267,7 @@ def _natural(path: Path) -> list:
     return [int(part) if i % 2 else part.lower() for i, part in enumerate(re.split(r'(\d+)', path.name))]
 
 def _named_in(path: Path, source: Path) -> str:
-    "The name of a recording, behind that of its folder in the source."
+    "A recording's name, prefixed by its folder in the source."
     return path.relative_to(source).as_posix() if source.is_dir() else path.name
 
 def _with_a_name(path: Path) -> Path:
@@ -275,12 +275,12 @@ def _with_a_name(path: Path) -> Path:
     raise UserError(f'{visible(str(path))}: its name is not UTF-8, or has a line break; rename it.')
 
 def _recordings_in(folder: Path) -> list[Path]:
-    "In the order of their names, without what a system hides there."
+    "Recordings in name order, without hidden files."
     found = (p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith('.'))
     return sorted(found, key=_natural)
 
 def _find_recordings(source: Path) -> list[Path]:
-    "A recording, or those in a folder; if it holds none, those in its folders, each of one speaker."
+    "A recording, or those in a folder, else those in its subfolders, one per speaker."
     if source.is_file(): return [_with_a_name(source)]
     if not source.is_dir():
         raise UserError(f'{source}: there is no such file; give a recording, or a folder of recordings.')
@@ -290,10 +290,10 @@ def _find_recordings(source: Path) -> list[Path]:
     return [*map(_with_a_name, found)]
 
 # %% ../../nbs/data/cut.ipynb #c0700034
-_ALONE = 120.   # s; shorter recordings are joined, since a voice and a room show only in more sound
+_ALONE = 120.   # s; shorter recordings are joined, to normalise voice and room over more sound
 
 def _usable_recordings(paths: list[Path]) -> tuple[dict[Path, float], dict[Path, str]]:
-    "The lengths (s) of recordings, and why others are left out; one of several formats is used."
+    "Lengths (s) of usable recordings and reasons for others; uses one of several formats."
     seconds, faults, used = {}, {}, {}
     for path in paths:
         try: seconds[path] = _seconds(path)
@@ -309,24 +309,24 @@ def _usable_recordings(paths: list[Path]) -> tuple[dict[Path, float], dict[Path,
 def _fault(path: Path, error: UserError) -> str: return str(error).removeprefix(f'{path}: ').rstrip('.')
 
 def _seconds(path: Path) -> float:
-    "The length of a recording by its header, or 0 if that has none; raises `UserError` if it is not audio."
+    "A recording's length from its header, 0 if unknown; raises `UserError` if it is not audio."
     with open_audio(path, 16000) as file: return (file.frames or 0) / file.samplerate
 
 # %% ../../nbs/data/cut.ipynb #c0700041
 _READ = *_TEXTS, *_SUBTITLES, '.epub'
 
 def are_clips(folder: Path) -> bool:
-    "Whether recordings with their texts are clips already: at least half are no longer than one."
+    "Whether recordings with texts are already clips: at least half are no longer than one."
     seconds = _usable_recordings(_find_recordings(folder))[0]
     return sum(length <= _LONGEST for length in seconds.values()) >= max(1, len(seconds) / 2)
 
 def _read_texts_beside(
     paths: list[Path],
-    transcribe: Callable | None = None,   # path -> paragraphs, for those without a file
-    faults: dict | None = None,           # gets the reasons for those that are left out
-    language: str = 'en',                 # preferred where there are texts in several
-) -> dict[Path, list[str]]:               # of recordings with a text, its paragraphs
-    "What is said in recordings, from files of the same name next to them."
+    transcribe: Callable | None = None,   # path -> paragraphs, for recordings without a text file
+    faults: dict | None = None,           # receives reasons for skipped recordings
+    language: str = 'en',                 # preferred among texts in several languages
+) -> dict[Path, list[str]]:               # recording -> paragraphs
+    "The texts of recordings, from files of the same name next to them."
     faults, texts, beside = {} if faults is None else faults, {}, _Beside(_READ, language)
     seconds, unusable = _usable_recordings(paths)
     faults |= unusable
@@ -340,7 +340,7 @@ def _read_texts_beside(
     return texts
 
 def _nothing_left(paths: list[Path], faults: dict[Path, str]) -> UserError:
-    "Why no recording is left."
+    "The error if no recording is usable."
     path, reason = next(((p, f) for p, f in faults.items() if not f.startswith('no text')), (paths[0], ''))
     if not reason:
         return UserError(f'{path}: no text next to it ({path.stem}{", ".join(_READ)}); give '
@@ -350,7 +350,7 @@ def _nothing_left(paths: list[Path], faults: dict[Path, str]) -> UserError:
 
 # %% ../../nbs/data/cut.ipynb #c0700033
 def _measure_recordings(paths: list[Path], progress: Callable) -> tuple[SoundFrames, list[_Recording], dict]:
-    "The frames of all recordings; and the reasons why some cannot be read."
+    "Features of all recordings, and reasons for unreadable ones."
     sounds, faults = {}, {}
     for path in paths:
         try: sounds[path] = _measure_file(path, progress)
@@ -364,7 +364,7 @@ _OURS = re.compile(r'[0-9a-f]{16}\.json|corpus\.json|lock')
 
 @contextmanager
 def _unfinished_corpus(out: Path):   # yields the folder
-    "A folder next to `out` that keeps the results so far, until a run succeeds; the same command resumes."
+    "A folder next to `out` that keeps partial results until a run succeeds, to resume from."
     out = _real_place(out).absolute()
     _check_free(out)
     work = _with_ending(out, '.unfinished')
@@ -376,21 +376,21 @@ def _unfinished_corpus(out: Path):   # yields the folder
         with _kept_work(work, 'corpus.json', out.name, _results, _remove_work): yield work
 
 def _results(work: Path) -> str:
-    "How many results are kept, in words; empty for none."
+    "Text: number of kept results; empty for none."
     number = sum(p.name not in ('corpus.json', 'lock') for p in work.iterdir())
     return f'{number} results' if number else ''
 
 def _remove_work(work: Path):
-    "Remove the files that are ours, and the folder if it is empty then."
+    "Remove our files, and the folder if it is then empty."
     remove_work(work, 'corpus.json', _OURS.fullmatch)
 
 def _stamp(path: Path) -> list:
-    "What tells whether a file has changed."
+    "A stamp that changes with the file."
     stat = path.stat()
     return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
 def _once(work: Path, key: tuple, make: Callable) -> dict:
-    "What `make` gives, kept under a fingerprint of all that it depends on."
+    "The result of `make`, cached under a fingerprint of its inputs."
     path = work / f'{fingerprint(__version__, *key)}.json'
     with suppress(UserError): return read_json(path)
     result = make()
@@ -401,9 +401,9 @@ def _once(work: Path, key: tuple, make: Callable) -> dict:
 _TRANSCRIPT = 'transcript.txt'
 
 def _load_whisper(
-    model: str,   # folder of a Whisper model for CTranslate2, or a name that faster-whisper fetches
+    model: str,   # folder of a CTranslate2 Whisper model, or a faster-whisper name
 ) -> Callable:    # (path, language or None, progress) -> text, language
-    "What writes down what is said; raises `UserError` where the package or the model is missing."
+    "A transcription function; raises `UserError` if package or model is missing."
     try: from faster_whisper import WhisperModel
     except ModuleNotFoundError as e:
         raise UserError(f'`transcribe`: the package {e.name} is missing; '
@@ -413,7 +413,7 @@ def _load_whisper(
         raise UserError(f'{model}: no Whisper model for CTranslate2 ({str(e).splitlines()[0].rstrip(".")}); '
                         'give its folder, or a name such as small.') from None
     def hear(path, language, progress):
-        # text of earlier windows makes it repeat itself
+        # conditioning on earlier text causes repetitions
         segments, info = whisper.transcribe(str(path), language=language and language.split('-')[0],
                                             vad_filter=True, condition_on_previous_text=False)
         texts = []
@@ -425,7 +425,7 @@ def _load_whisper(
     return hear
 
 def _heard(hear: Callable, language: str | None, work: Path, languages: dict, progress: Callable) -> Callable:
-    "What gives the paragraphs of a recording, and keeps them; `languages` gets the language that was heard."
+    "A cached transcription of a recording to paragraphs; `languages` receives the detected one."
     def transcribe(path):
         def write():
             try: return dict(zip(('text', 'language'), hear(path, language, progress)))
@@ -442,7 +442,7 @@ def _write_transcript(folder: Path, paragraphs: list[str]):
 
 # %% ../../nbs/data/cut.ipynb #87b4c53b
 def _check_share(fits: list[Fit], sentences: list[Sentence], speech: Speech, source, text):
-    "Raise `UserError` if the text is of something else."
+    "Raise `UserError` if the text does not match."
     share = len(fits) / len(sentences)
     filled = sum(f.match.end - f.match.begin for f in fits) / len(speech.x)
     if share >= 0.5 or filled >= 0.5: return
@@ -454,7 +454,7 @@ def _find_clips(
     sound: SoundFrames, sentences: list[Sentence], spoken: list[SpokenSentence], source, text,
     progress: Callable = lambda done, total: None,
 ) -> dict:   # clips, dropped, missing
-    "What `cut_corpus` writes."
+    "The result of `cut_corpus`."
     speech, model = comparable(sound, spoken)
     fits = found_sentences(align(speech, model, progress), speech, model)
     _check_share(fits, sentences, speech, source, text)
@@ -474,19 +474,19 @@ def _find_clips(
             'missing': missing}
 
 # %% ../../nbs/data/cut.ipynb #c0700013
-_CUTS = 'cuts.csv'   # where each clip of a corpus was cut: source|start|end|text
+_CUTS = 'cuts.csv'   # the cuts of a corpus: source|start|end|text
 
 def _cell(text: str) -> str:
-    "A text as a cell of a table."
+    "A text as a table cell."
     return ' '.join(text.replace('|', ' ').split())
 
 def _clip_name(path: Path) -> str:
-    "The name of a recording in those of its clips, of at most 100 bytes."
+    "A recording's name as a prefix for clips, at most 100 bytes."
     name = re.sub(r'[^\w-]+', '_', path.stem).strip('_').encode()[:100].decode(errors='ignore')
     return name or 'clip'
 
 def _cut_out(path: Path, clips: list[dict]) -> Iterator[tuple[dict, np.ndarray, int]]:
-    "Clips with their samples and the rate, in their order; read on, since a jump within an MP3 is not exact."
+    "Clips with samples and rate, in order; reads sequentially, since MP3 seeks are inexact."
     with open_audio(path, 16000) as file:
         rate, kept, at, block = file.samplerate, np.zeros(0, np.float32), 0, (0,)
         for clip in sorted(clips, key=lambda clip: clip['start']):
@@ -500,12 +500,12 @@ def _cut_out(path: Path, clips: list[dict]) -> Iterator[tuple[dict, np.ndarray, 
 
 # %% ../../nbs/data/cut.ipynb #c0700042
 def _link(path: Path, target: Path):
-    "A clip that is kept whole takes no room again, but on another disk."
+    "Hard-link an unchanged clip; copies it across disks."
     try: os.link(path.resolve(), target)
     except OSError: shutil.copyfile(path, target)
 
 def _write_clips(folder: Path, path: Path, clips: list[dict]):
-    "Write the clips of a recording; all or none of them."
+    "Write all clips of a recording, or none."
     try:
         if 'whole' in clips[0]: _link(path, folder / clips[0]['file'])
         else:
@@ -517,7 +517,7 @@ def _write_clips(folder: Path, path: Path, clips: list[dict]):
 
 # %% ../../nbs/data/cut.ipynb #c0700046
 def _write(folder: Path, clips: list[dict]) -> list[dict]:   # dropped
-    "Write `wavs/` and `metadata.csv`; clips get the names of their files, those of a broken recording leave."
+    "Write `wavs/` and `metadata.csv`; names the clips and drops those of damaged recordings."
     (folder / 'wavs').mkdir()
     kept, dropped = [], []
     with open(folder / 'metadata.csv', 'w', encoding='utf-8', newline='\n') as table:
@@ -540,7 +540,7 @@ def _write(folder: Path, clips: list[dict]) -> list[dict]:   # dropped
     return dropped
 
 def _write_corpus(folder: Path, result: dict, source: Path):
-    "Write the clips of a result, its table and its page."
+    "Write a result's clips, table and page."
     result['dropped'] += _write(folder, result['clips'])
     if not result['clips']:
         raise UserError(f'{source}: no recording can be read to its end ({result["dropped"][-1]["reason"]}).')
@@ -552,7 +552,7 @@ def _write_cuts(folder: Path, clips: list[dict]):
     (folder / _CUTS).write_text(text, encoding='utf-8', newline='\n')
 
 def _told(result: dict, one: bool) -> dict:
-    "A result without paths; `source` stays where there are several recordings."
+    "A result without paths; keeps `source` for several recordings."
     for stretch in result['clips'] + result['dropped']:
         for name in ('path', 'speaker', 'language', 'whole'): stretch.pop(name, None)
         if one: stretch.pop('source', None)
@@ -560,7 +560,7 @@ def _told(result: dict, one: bool) -> dict:
 
 # %% ../../nbs/data/cut.ipynb #c0700017
 def _locate(result: dict, recordings: list[_Recording]):
-    "Give all stretches in seconds of their recordings; what continues in the next one is not a clip."
+    "Convert spans to seconds of their recordings; drops clips that cross recordings."
     parts = [[*_located([clip], recordings)] for clip in result['clips']]
     split = [{key: part[key] for key in ('start', 'end', 'path')} for some in parts if len(some) > 1
              for part in some]
@@ -569,7 +569,7 @@ def _locate(result: dict, recordings: list[_Recording]):
         part | {'reason': 'its sentence continues in another recording'} for part in split)]
 
 def _name(result: dict, source: Path):
-    "Add to all stretches from which recording they are, and to clips their speaker."
+    "Add recording names to all spans, and speakers to clips."
     folder, names, speakers = source.is_dir(), {}, {}
     for stretch in result['clips'] + result['dropped']:
         path = stretch['path']
@@ -582,18 +582,18 @@ def _name(result: dict, source: Path):
 
 # %% ../../nbs/data/cut.ipynb #c0700014
 def _speaker(source: Path) -> str:
-    "The name of a file or a folder, as that of its speaker."
+    "A file's or folder's name as the speaker's."
     return re.sub(r'[^\w-]+', '_', source.resolve().stem).strip('_') or 'speaker'
 
 class _Reading(NamedTuple):
-    "Recordings that are searched as one, and their text."
+    "Recordings aligned as one, with their text."
     paths: list[Path]
     paragraphs: list[str]
     language: str
     seconds: float
 
 def _readings(texts: dict[Path, list[str]], languages: dict, language: str) -> Iterator[_Reading]:
-    "Each recording with its text; short ones of a folder are joined."
+    "Each recording with its text; joins short ones of a folder."
     short, seconds = defaultdict(list), _usable_recordings([*texts])[0]
     def joined(some):
         return _Reading(some, [p for path in some for p in texts[path]], languages.get(some[0], language),
@@ -624,7 +624,7 @@ def _cut(reading: _Reading, source: Path, text, stage: Callable) -> dict:
 
 # %% ../../nbs/data/cut.ipynb #c0700043
 def _cut_all(readings: list[_Reading], work: Path, faults: dict, progress: Callable, cut: Callable) -> dict:
-    "The clips of all readings, one after the other; a reading that fails leaves its reason in `faults`."
+    "The clips of all readings; `faults` receives the reasons of failed ones."
     result, at, total = {'clips': [], 'dropped': [], 'missing': []}, 0., sum(r.seconds for r in readings)
     def stage(at, seconds, name, done, all):
         if len(readings) == 1: progress(name, done, all)
@@ -645,20 +645,20 @@ def _cut_all(readings: list[_Reading], work: Path, faults: dict, progress: Calla
 
 # %% ../../nbs/data/cut.ipynb #c0700044
 def cut_corpus(
-    source: str | Path,       # a recording, in any format that `open_audio` reads, or a folder of them
-    text: str | Path | None,  # what is spoken: paragraphs, or subtitles; None: files next to the recordings
+    source: str | Path,       # a recording in any format of `open_audio`, or a folder of them
+    text: str | Path | None,  # paragraphs or subtitles; None: files next to the recordings
     out: str | Path,          # folder to write
-    language: str | None,     # a code such as en; None: en, or what `hear` hears
+    language: str | None,     # a code such as en; None: en, or as detected by `hear`
     progress: Callable = lambda stage, done, total: None,
-    hear: Callable | None = None,   # of `_load_whisper`, for recordings without a text
+    hear: Callable | None = None,   # from `_load_whisper`, for recordings without a text
 ) -> dict:                    # clips, dropped, missing
-    "Cut recordings into clips with their texts; raises `UserError` and writes nothing if they do not match."
+    "Cut recordings into clips with texts; `UserError`, and no output, if they do not match."
     source, out, language = Path(source), Path(out), language and _check_language(language)
-    espeak_files()   # before anything is read
+    espeak_files()   # raises early if missing
     found, faults, languages = _find_recordings(source), {}, {}
     if text and not Path(text).is_file(): raise UserError(f'{text}: there is no such file; give the text.')
     stage = lambda name: lambda done, total: progress(name, done, total)
-    # both before the work: `out` may exist already
+    # both first: `out` may exist
     with _unfinished_corpus(out) as work, atomic_folder(out) as folder:
         if text:
             seconds, faults = _usable_recordings(found)
@@ -682,7 +682,7 @@ def cut_corpus(
 
 # %% ../../nbs/data/cut.ipynb #c0700016
 def _read_cuts(table: str | Path, source: Path) -> list[dict]:
-    "The clips of an edited `cuts.csv`; raises `UserError` for a line that cannot be cut."
+    "The clips of an edited `cuts.csv`; raises `UserError` for an invalid line."
     paths, seconds, clips = {_named_in(p, source): p for p in _find_recordings(source)}, {}, []
     for number, line in read_lines(Path(table)):
         cells, where = [c.strip() for c in line.split('|', 3)], f'{table}, line {number}'
@@ -692,7 +692,7 @@ def _read_cuts(table: str | Path, source: Path) -> list[dict]:
         if len(cells) != 4: raise UserError(f'{where} has {len(cells)} columns; write source|start|end|text.')
         name, *times, text = cells
         starts = (line[:m.start()] for m in re.finditer(r'\|', line))
-        if longer := next((n for n in starts if n in paths), None):   # it may hold a |
+        if longer := next((n for n in starts if n in paths), None):   # may contain a |
             name, (*times, text) = longer, (c.strip() for c in line[len(longer) + 1:].split('|', 2))
         if name not in paths: raise UserError(f'{where}: there is no recording {visible(name)}; correct it.')
         if name not in seconds: seconds[name] = _seconds(paths[name]) or float('inf')
@@ -709,7 +709,7 @@ def _read_cuts(table: str | Path, source: Path) -> list[dict]:
 # %% ../../nbs/data/cut.ipynb #c0700018
 def recut(source: str | Path, table: str | Path, out: str | Path, language: str,
           progress: Callable = lambda done, total: None) -> dict:
-    "Cut recordings at the lines of an edited `cuts.csv`; as `cut_corpus` otherwise."
+    "Cut recordings at the times of an edited `cuts.csv`; otherwise as `cut_corpus`."
     source, language = Path(source), _check_language(language)
     clips = _read_cuts(table, source)
     result = {'clips': [c | {'language': language} for c in clips], 'missing': []}
@@ -721,12 +721,12 @@ def recut(source: str | Path, table: str | Path, out: str | Path, language: str,
     return _told(result, source.is_file())
 
 def _between(clips: list[dict], progress: Callable) -> list[dict]:
-    "The parts of each recording that are in no clip."
+    "The parts of each recording outside clips."
     dropped, clips_of = [], defaultdict(list)
     for c in clips: clips_of[c['path']].append((c['start'], c['end']))
     for path, taken in clips_of.items():
         try: sound = _measure_file(path, progress)
-        except UserError: continue   # told where its clips are cut
+        except UserError: continue   # reported when its clips are cut
         times, at = _frame_times(sound)[speech_frames(sound)[0]], 0.
         for start, end in [*sorted(taken), (sound.seconds,) * 2]:
             if start - at > 0.0005: dropped.append(_gap(at, start, times, f'not in {_CUTS}') | {'path': path})
@@ -735,8 +735,8 @@ def _between(clips: list[dict], progress: Callable) -> list[dict]:
 
 # %% ../../nbs/data/cut.ipynb #c0700021
 def _best_end(local: np.ndarray) -> tuple[float, int, int]:   # (T, M) costs
-    "The gain of the best path, wherever it begins and ends, and one after its last frame in both."
-    moves, best = np.zeros((4, local.shape[1]), np.float32), (0., 0, 0)   # moves[0] stays 0: a path begins
+    "The gain of the best local path, and its exclusive end in both axes."
+    moves, best = np.zeros((4, local.shape[1]), np.float32), (0., 0, 0)   # moves[0] stays 0: path start
     cost = moves[0]
     for t, row in enumerate(local, 1):
         moves[1], moves[2, 1:], moves[3, 2:] = cost + STEP, cost[:-1], cost[:-2] + STEP
@@ -745,9 +745,9 @@ def _best_end(local: np.ndarray) -> tuple[float, int, int]:   # (T, M) costs
     return -best[0], *best[1:]
 
 class _ClipFit(NamedTuple):
-    "How a clip fits its text."
-    gain: float    # of a frame over wrong text, in the mean
-    other: float   # the same of the best other text; NaN without one
+    "The fit of a clip to its text."
+    gain: float    # mean per frame over wrong text
+    other: float   # of the best other text; NaN without one
     begin: int     # the path: frames of the sound ...
     end: int
     first: int     # ... and of the text
@@ -757,12 +757,12 @@ class _ClipFit(NamedTuple):
 
     @property
     def before(self) -> int:
-        "Frames of the sound before the text begins; less than 0: of the text before the sound begins."
+        "Frames of sound before the text; negative: text frames before the sound."
         return self.begin - self.first
 
     @property
     def after(self) -> int:
-        "Frames of the sound after the text has ended; less than 0: of the text that are not spoken."
+        "Frames of sound after the text; negative: unspoken text frames."
         return self.left - self.unread
 
 def _fit_clip(x: np.ndarray, null: np.ndarray, y: np.ndarray, others: list[np.ndarray]) -> _ClipFit:
@@ -770,30 +770,30 @@ def _fit_clip(x: np.ndarray, null: np.ndarray, y: np.ndarray, others: list[np.nd
     costs = lambda y: distances(x, y) - null[:, None]
     local = costs(y)
     gain, end, last = _best_end(local)
-    _, sound, text = _best_end(local[:end, :last][::-1, ::-1])   # the same path from its end
+    _, sound, text = _best_end(local[:end, :last][::-1, ::-1])   # same path, reversed
     other, frames = max((_best_end(costs(o))[0] for o in others), default=np.nan), max(1, len(x))
     return _ClipFit(gain / frames, other / frames, end - sound, end, last - text, last,
                     len(x) - end, len(y) - last)
 
 # %% ../../nbs/data/cut.ipynb #c0700022
-_LED_BY, _FOLLOWED_BY = (5, 3), (3, 1)   # frames of sound before and after a text; if speech is cut there
-_UNREAD_START, _UNREAD_END = (9, 5), (5, 3)   # frames of a text without sound
-# gain of its text by that of the best other: of a clip, wrong below; in the median, judged above or refused
+_LED_BY, _FOLLOWED_BY = (5, 3), (3, 1)   # most sound frames around a text; 2nd: cut speech
+_UNREAD_START, _UNREAD_END = (9, 5), (5, 3)   # most unspoken frames of a text
+# gain relative to the best other text: a clip is wrong below; medians: judged above, rejected below
 _WRONG, _CLEAR, _ALIKE = 1.3, 1.9, 1.1
 
 class _Judged(NamedTuple):
-    "A clip with what is known of it."
+    "A clip with its analysis."
     clip: Clip
     sound: SoundFrames
     sentence: Sentence
-    words: list[int]       # the first frame of each word
+    words: list[int]       # first frame of each word
     fit: _ClipFit
-    alone: bool            # there is a pause in the sound after the path
+    alone: bool            # the sound after the path has a pause
     start: float | None    # s, in the pause before the path; None without one
     end: float | None      # s, in the pause after it
 
 def _unread(judged: _Judged, end: bool = False) -> str:
-    "The words of the text that are not spoken."
+    "The unspoken words of the text."
     sentence, fit, words = judged.sentence, judged.fit, judged.words
     if end:
         first = next((k for k, frame in enumerate(words) if frame >= fit.last - 2), len(words) - 1)
@@ -802,7 +802,7 @@ def _unread(judged: _Judged, end: bool = False) -> str:
     return sentence.text[:sentence.words[max(1, last)]] if last or len(words) > 1 else sentence.text
 
 def _clip_faults(judged: _Judged) -> list[str]:
-    "What is wrong with a clip, where its sound is clear enough to tell."
+    "The faults of a clip whose sound is clear enough."
     fit, (begins, ends), faults = judged.fit, _loud_edges(judged.sound), []
     if fit.gain < _WRONG * fit.other: return ['another text is spoken']
     if fit.before >= _LED_BY[begins]: faults.append(f'sound before its text: {fit.begin * FRAME:.2f} s')
@@ -816,7 +816,7 @@ def _clip_faults(judged: _Judged) -> list[str]:
 
 # %% ../../nbs/data/cut.ipynb #c0700024
 def _in_pauses(speech: Speech, path: tuple[int, int], recording: _Recording) -> tuple:   # s or None, twice
-    "Where a clip can begin and end, in the pauses next to a path."
+    "Possible start and end of a clip, in the pauses next to a path."
     own = lambda time: min(max(0., (time - recording.begin) * recording.scale), recording.seconds)
     (a, b), (c, d) = (speech.pauses[speech.pause[frame]] for frame in path)
     before, after = (speech.silence[frame] >= _CUT for frame in path)
@@ -824,11 +824,11 @@ def _in_pauses(speech: Speech, path: tuple[int, int], recording: _Recording) -> 
             own(c + min(_MARGIN, (d - c) / 2)) if after else None)
 
 def judge(clips: list[Clip], sounds: dict, sentences: dict, spoken: dict, others: int = 3) -> list[_Judged]:
-    "Compare the clips of a group with their texts, and with some of other clips."
+    "Compare a group's clips with their own texts and with some others'."
     sound, recordings = _join_sounds([c.path for c in clips], [sounds[c] for c in clips], 0.2, _CUT)
     speech, model = comparable(sound, [spoken[c] for c in clips])
     text, length, judged = lambda i: model.y[model.starts[i]:model.starts[i + 1]], np.diff(model.starts), []
-    once = {sentences[clip].spoken: i for i, clip in enumerate(clips)}   # a clip of each text
+    once = {sentences[clip].spoken: i for i, clip in enumerate(clips)}   # one clip per text
     order = sorted(once.values(), key=lambda i: length[i])
     for i, (clip, recording) in enumerate(zip(clips, recordings)):
         ends = recording.begin, recording.begin + recording.seconds / recording.scale
@@ -845,12 +845,12 @@ def judge(clips: list[Clip], sounds: dict, sentences: dict, spoken: dict, others
 
 # %% ../../nbs/data/cut.ipynb #c0700025
 def _clarity(group: list[_Judged]) -> float:
-    "How many times as much as other texts the right ones gain; 0 if there are none to compare."
+    "Median gain of the right texts relative to others; 0 if there are none to compare."
     other = [j.fit.other for j in group if not np.isnan(j.fit.other)]
     return np.median([j.fit.gain for j in group]) / max(np.median(other), 1e-6) if other else 0.
 
 def _verdict(judged: _Judged, clear: bool) -> tuple[float, float, list[str], bool]:
-    "Where a clip begins and ends (s), what is wrong with it, and whether that is cut off."
+    "Start and end of a clip (s), its faults, and whether cutting removes them."
     start, end = 0., judged.sound.seconds
     faults = _clip_faults(judged) if clear else []
     kinds, begin, stop = {f.partition(':')[0] for f in faults}, judged.start, judged.end
@@ -861,12 +861,12 @@ def _verdict(judged: _Judged, clear: bool) -> tuple[float, float, list[str], boo
     return start, end, faults, True
 
 # %% ../../nbs/data/cut.ipynb #c0700026
-_LONGEST_CHECKED = 60   # s; memory grows with its square
-_TOGETHER = 1800.       # s, clips of one voice that are normalised together and in memory at once
-_LEAST_VOICE = 60.      # s; a speaker of less joins the others of the language
+_LONGEST_CHECKED = 60   # s; memory is quadratic
+_TOGETHER = 1800.       # s of one voice's clips, normalised together in memory
+_LEAST_VOICE = 60.      # s; speakers with less are grouped by language
 
 def _groups(seconds: dict[Clip, float]) -> Iterator[list[Clip]]:
-    "Clips whose sounds are alike, not too many at once."
+    "Groups of similar-sounding clips, limited in size."
     groups, rest = defaultdict(list), defaultdict(list)
     for clip in seconds: groups[clip.language, clip.speaker].append(clip)
     for (language, _), group in groups.items():
@@ -875,7 +875,7 @@ def _groups(seconds: dict[Clip, float]) -> Iterator[list[Clip]]:
     for group in rest.values(): yield from _portions(group, seconds)
 
 def _portions(group: list[Clip], seconds: dict[Clip, float]) -> Iterator[list[Clip]]:
-    "A group in equal parts of at most `_TOGETHER`."
+    "Split a group evenly into parts of at most `_TOGETHER`."
     ends = np.cumsum([*map(seconds.get, group)])
     place = (ends / ends[-1] * np.ceil(ends[-1] / _TOGETHER) * (1 - 1e-9)).astype(int)
     for _, part in groupby(zip(place, group), lambda pair: pair[0]): yield [clip for _, clip in part]
@@ -883,7 +883,7 @@ def _portions(group: list[Clip], seconds: dict[Clip, float]) -> Iterator[list[Cl
 def _too_long(seconds: float) -> str: return f'{seconds:.0f} s long; cut it first'
 
 def _lengths(clips: list[Clip], faults: dict) -> dict[Clip, float]:
-    "The seconds of each clip; `faults` gets the reasons for those that are not compared."
+    "Clip lengths in seconds; `faults` receives reasons for clips not compared."
     seconds = {}
     for clip in clips:
         try: length = clip.end - clip.start if clip.end else _seconds(clip.path)
@@ -895,11 +895,11 @@ def _lengths(clips: list[Clip], faults: dict) -> dict[Clip, float]:
 
 # %% ../../nbs/data/cut.ipynb #c0700045
 def _measured(clips: list[Clip], faults: dict) -> dict[Clip, SoundFrames]:
-    "The frames of each clip; `faults` gets the reasons of others. Each recording is read once."
+    "Features of each clip; `faults` receives reasons for others. Reads each recording once."
     sounds = {}
     for path, some in groupby(sorted(clips, key=lambda c: (str(c.path), c.start)), lambda c: c.path):
         left = deque(some)
-        while left:   # opened again only after an error
+        while left:   # reopened only after an error
             try:
                 with open_audio(path, 16000) as file:
                     while left:
@@ -912,7 +912,7 @@ def _measured(clips: list[Clip], faults: dict) -> dict[Clip, SoundFrames]:
     return {clip: sounds[clip] for clip in clips if clip not in faults}
 
 def _check(clips: list[Clip], name_of: Callable, progress: Callable) -> dict:
-    "What a group of clips of one language is worth, as JSON."
+    "Check a group of clips of one language; returns JSON."
     sentences = {c: s for c in clips if (s := spoken_sentence(c.text, c.language))}
     faults, group = {c: 'nothing in its text can be spoken' for c in clips if c not in sentences}, []
     sounds = _measured([*sentences], faults)
@@ -927,7 +927,7 @@ def _dropped(source: str, seconds: float, reason: str) -> dict:
     return {'start': 0., 'end': round(seconds, 3), 'reason': reason, 'source': source}
 
 def _sorted(group: list[_Judged], faults: dict[Clip, str], name_of: Callable) -> dict:
-    "Clips that are kept, whole or cut, and those that are dropped."
+    "The clips to keep, whole or cut, and those to drop."
     worth = _clarity(group)
     clear = worth >= _CLEAR
     result = {'clips': [], 'dropped': [], 'unclear': 0 if clear else len(group), 'clarity': float(worth)}
@@ -948,14 +948,14 @@ def _sorted(group: list[_Judged], faults: dict[Clip, str], name_of: Callable) ->
 
 # %% ../../nbs/data/cut.ipynb #c0700028
 def check_corpus(
-    source: str | Path,       # a corpus in a layout that `read_corpus` knows
+    source: str | Path,       # a corpus in a layout of `read_corpus`
     out: str | Path,          # folder to write
-    language: str,            # of rows that name none
+    language: str,            # default of rows
     progress: Callable = lambda stage, done, total: None,
-) -> dict:                    # clips, dropped, missing; unclear: clips whose ends cannot be judged
-    "Compare each clip with its text, and write those that fit; raises `UserError` if none does."
+) -> dict:                    # clips, dropped, missing; unclear: clips with uncertain ends
+    "Check each clip against its text and write those that match; raises `UserError` if none does."
     source, out, faults = Path(source), Path(out), {}
-    espeak_files()   # before anything is read
+    espeak_files()   # raises early if missing
     with _unfinished_corpus(out) as work, atomic_folder(out) as folder:
         rows, unread = read_corpus(source, _check_language(language), parts=True)
         name = lambda clip: os.path.relpath(clip.path, source if source.is_dir() else source.parent)
@@ -983,8 +983,8 @@ def check_corpus(
     return _told(result, False)
 
 # %% ../../nbs/data/cut.ipynb #c5e67264
-_FITS = 1.5   # score in the median: LJSpeech has 1.9, as if it were German 1.2, with noise at 20 dB 1.0
-_FAULTS = re.compile('; (?=sound (?:before|after) its text|its text (?:begins|continues))')   # between two
+_FITS = 1.5   # median score: LJSpeech has 1.9; read as German 1.2; with noise at 20 dB 1.0
+_FAULTS = re.compile('; (?=sound (?:before|after) its text|its text (?:begins|continues))')   # separators
 
 def corpus_text(result: dict, most: int = 10) -> str:
     "A result of `cut_corpus` or `check_corpus` as text."

@@ -24,7 +24,7 @@ from ..config import UserError
 
 # %% ../../nbs/data/espeak.ipynb #6a518a0f
 class SynthVoice(NamedTuple):
-    "A voice of espeak-ng; an empty variant is its plain voice."
+    "An espeak-ng voice; an empty variant is the plain voice."
     variant: str = ''
     pitch: int = 50    # 0 to 99
     rate: int = 165    # words per minute
@@ -35,7 +35,7 @@ VOICES = {'m3': SynthVoice('m3', 20), 'm2': SynthVoice('m2'), 'm4': SynthVoice('
 # %% ../../nbs/data/espeak.ipynb #eaa4c8a0
 @functools.cache
 def espeak_files() -> tuple[str, str]:
-    "Paths of the espeak-ng library and of its data; raises `UserError` if the wheel is missing."
+    "Paths of espeak-ng's library and data; raises `UserError` if the wheel is missing."
     try: import espeakng_loader
     except ModuleNotFoundError:
         raise UserError('espeak-ng, which speaks texts, is missing; '
@@ -43,7 +43,7 @@ def espeak_files() -> tuple[str, str]:
     return espeakng_loader.get_library_path(), _short_path(espeakng_loader.get_data_path())
 
 def _short_path(path: str, longest: int = 140) -> str:
-    "`path`, or a link to it in a temporary folder if it is longer than `longest` bytes."
+    "`path`, or a temporary link to it if it is longer than `longest` bytes."
     if len(os.fsencode(path)) <= longest: return path
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -52,9 +52,9 @@ def _short_path(path: str, longest: int = 140) -> str:
     return str(link)
 
 # %% ../../nbs/data/espeak.ipynb #d37a7a2e
-# names of espeak-ng's speak_lib.h
+# from espeak-ng's speak_lib.h
 _SYNCHRONOUS, _DONT_EXIT, _UTF8, _CHARACTERS, _ESPEAK_RATE, _ESPEAK_PITCH = 2, 0x8000, 1, 1, 1, 3
-_WORD_BEGINS = 1   # a type of event; 0 ends the list
+_WORD_BEGINS = 1   # event type; 0 ends the list
 
 class _Event(ctypes.Structure):
     _fields_ = [('type', ctypes.c_int), ('message', ctypes.c_uint), ('place', ctypes.c_int),
@@ -65,7 +65,7 @@ _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctype
                              ctypes.POINTER(_Event))
 
 def _words_begin(events) -> list[tuple[int, int]]:
-    "The character and the sample at which each word of a piece of speech begins."
+    "Character and sample at the start of each word."
     found, i = [], 0
     while events[i].type:
         if events[i].type == _WORD_BEGINS: found.append((events[i].place - 1, events[i].sample))
@@ -75,7 +75,7 @@ def _words_begin(events) -> list[tuple[int, int]]:
 # %% ../../nbs/data/espeak.ipynb #ea319844
 def _synthesise(lib: ctypes.CDLL, data: str, text: str, language: str, voice: SynthVoice,
                 words: list | None = None) -> tuple:
-    "Little-endian int16 samples of `text` and their rate; the beginnings of words are added to `words`."
+    "Little-endian int16 samples of `text` and their rate; appends word starts to `words`."
     encoded, pieces = text.encode() + b'\0', []
     @_Callback
     def collect(samples, n, events):
@@ -98,14 +98,14 @@ def _synthesise(lib: ctypes.CDLL, data: str, text: str, language: str, voice: Sy
 
 # %% ../../nbs/data/espeak.ipynb #529f3c49
 def _unload(lib: ctypes.CDLL):
-    "Unload a library from memory, with all its state."
+    "Unload a library, with its state."
     import _ctypes
     (_ctypes.FreeLibrary if os.name == 'nt' else _ctypes.dlclose)(lib._handle)
 
 # %% ../../nbs/data/espeak.ipynb #8848d62b
 @contextmanager
 def _defer_interrupts():
-    "Defer Ctrl-C to the end of the block; only the main thread receives one."
+    "Context manager: defers Ctrl-C, which only the main thread receives."
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -118,11 +118,11 @@ def _defer_interrupts():
 # %% ../../nbs/data/espeak.ipynb #48f6d1db
 def speak(
     text: str,
-    language: str,             # `en`, `de`, `fa` or another of espeak-ng
+    language: str,             # an espeak-ng code such as `en`, `de`, `fa`
     voice: SynthVoice = SynthVoice(),
-    words: list | None = None,   # gets (character, sample) for the beginning of each word
+    words: list | None = None,   # receives (character, sample) per word start
 ) -> tuple[np.ndarray, int]:   # (N,) int16, Hz
-    "Speech that depends on no earlier call; raises `UserError` for an unknown language or variant."
+    "Synthesise speech without state; raises `UserError` for an unknown language or variant."
     path, data = espeak_files()
     lib = ctypes.CDLL(path)
     with _defer_interrupts():
@@ -135,7 +135,7 @@ def speak_words(
     text: str,
     language: str,
 ) -> tuple[np.ndarray, int, list]:   # (N,) int16, Hz, [(character, sample)]
-    "Speech of the plain voice, and the character and sample at which each word begins."
+    "Speech in the plain voice, with the character and sample of each word start."
     words = []
     samples, rate = speak(text, language, words=words)
     return samples, rate, words

@@ -21,11 +21,11 @@ from ..files import atomic_folder
 
 # %% ../../nbs/data/merge.ipynb #f6972861
 def merge_caches(
-    parts: list[str | Path],   # folders made by `encode_corpus` with `part`
+    parts: list[str | Path],   # folders from `encode_corpus` with `part`
     out: str | Path,
-    load: Callable | None = None,   # (path, config) -> the DVAE saved there; needed to compare codes
+    load: Callable | None = None,   # (path, config) -> DVAE; needed to compare codes
 ) -> dict:                     # the report
-    "Join the parts of a corpus; the result is that of a single machine, if all compute the same codes."
+    "Join a corpus's parts; equals a single machine's result if all compute the same codes."
     out, caches = Path(out), [Cache(folder, in_memory=False) for folder in parts]
     _check_cache_folder(out)
     _check_parts(caches)
@@ -45,10 +45,10 @@ def merge_caches(
 # %% ../../nbs/data/merge.ipynb #c41f7a20
 def _differing_parts(
     parts: list[Cache],
-    load: Callable,     # (path, config) -> the DVAE saved there
-    clips: int = 3,     # of each part
+    load: Callable,     # (path, config) -> DVAE
+    clips: int = 3,     # per part
 ) -> list[str]:
-    "A line for each part of whose sample this machine makes other codes, or that cannot be compared."
+    "A line for each part whose sample gets different codes on this machine, or cannot be compared."
     lines, encoder = [], None
     for part in parts if 'codes' in parts[0].manifest['stored'] else ():
         some = np.unique(np.linspace(0, len(part) - 1, clips).astype(int)) if len(part) else ()
@@ -69,7 +69,7 @@ def _differing_parts(
 
 # %% ../../nbs/data/merge.ipynb #fc59787f
 def _check_parts(caches: list[Cache]):
-    "Raise `UserError` unless these are all parts of one cache."
+    "Raise `UserError` unless these are all the parts of one cache."
     if not caches:
         raise UserError('merge: no parts are given; name the folders that xtts-nb prepare --shard made.')
     first, seen = caches[0], {}

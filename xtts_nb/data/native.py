@@ -24,7 +24,7 @@ from ..files import atomic_folder, check_own, fingerprint, read_json, write_json
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47
 def _candidates(below: np.ndarray, most: int) -> np.ndarray:
-    "At most `most` ascending lengths at which a bucket may end; `below[i]` clips have length i or less."
+    "Up to `most` candidate bucket ends, ascending; `below[i]` clips have length i or less."
     lengths = np.flatnonzero(np.diff(below, prepend=0))
     if len(lengths) <= most: return lengths
     return np.unique(np.searchsorted(below, np.linspace(0, below[-1], most + 1)[1:]))
@@ -32,12 +32,12 @@ def _candidates(below: np.ndarray, most: int) -> np.ndarray:
 def bucket_shapes(
     codes: np.ndarray,    # (clips,) lengths
     text: np.ndarray,     # (clips,) lengths
-    buckets: int,         # at most
-    most: int = 40,       # lengths of each kind to choose from
-    weights: np.ndarray | None = None,   # (clips,) whole numbers, how often each is read; default: alike
-    least: int = 16,      # clips of a bucket, so that most rows of its batches are clips
-) -> list[tuple[int, int]]:   # (S, T), ascending in both; the last takes every clip
-    "The chain of shapes with the fewest positions; a clip goes to the first into which it fits."
+    buckets: int,         # maximum
+    most: int = 40,       # candidate lengths per kind
+    weights: np.ndarray | None = None,   # (clips,) integers, relative frequency; default: equal
+    least: int = 16,      # least clips per bucket, so that batches are mostly full
+) -> list[tuple[int, int]]:   # (S, T), ascending in both; the last fits every clip
+    "The bucket shapes with the least padding; a clip goes to the first that fits."
     columns = int(text.max()) + 1
     place, room = codes.astype(np.int64) * columns + text, (int(codes.max()) + 1) * columns
     inside = lambda weights: np.bincount(place, weights, room).reshape(-1, columns).cumsum(0).cumsum(1)
@@ -48,13 +48,13 @@ def bucket_shapes(
     more = clips - clips[:, None]
     inside = (S[:, None] <= S) & (T[:, None] <= T) & ((more >= least) | (more == 0))
     cost, before = np.where(clips >= min(least, clips[-1]), n * size, np.inf), []
-    for _ in range(buckets - 1):   # cost[q]: positions of the best chain that ends in q
+    for _ in range(buckets - 1):   # cost[q]: positions of the best chain ending in q
         longer = np.where(inside, cost[:, None] + (n - n[:, None]) * size, np.inf)
         before.append(longer.argmin(0))
         cost = longer.min(0)
     chain = [len(S) - 1]
     for back in reversed(before): chain.append(back[chain[-1]])
-    filled = np.diff(n[chain[::-1]], prepend=0) > 0   # leave out empty buckets
+    filled = np.diff(n[chain[::-1]], prepend=0) > 0   # drop empty buckets
     return [(int(S[c]), int(T[c])) for c, full in zip(reversed(chain), filled) if full]
 
 def bucket_of(
@@ -64,7 +64,7 @@ def bucket_of(
 ) -> np.ndarray:          # (clips,) uint8 or uint16
     "The first shape that each clip fits into."
     bucket = np.zeros(len(codes), np.min_scalar_type(len(shapes)))
-    for s, t in shapes: bucket += (codes > s) | (text > t)   # a clip fits into all shapes after its first
+    for s, t in shapes: bucket += (codes > s) | (text > t)   # a clip also fits all later shapes
     return bucket
 
 # %% ../../nbs/10_data_tf_native.ipynb #75e5a1b3
@@ -72,7 +72,7 @@ def speech_lengths(
     clips: int,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:   # (clips,) audio codes and text tokens
-    "Lengths distributed like those of the clips of LJSpeech: 1.1 to 10.1 s, 8.7 text tokens per second."
+    "Lengths distributed as in LJSpeech: 1.1 to 10.1 s, 8.7 text tokens per second."
     draw = np.random.default_rng(seed)
     seconds = 1.11 + 8.99 * draw.beta(1.86, 1.2, clips)
     text = 8.7 * seconds + 6 * np.clip(seconds / 6, 0.4, 1.2) * draw.normal(size=clips)
@@ -80,7 +80,7 @@ def speech_lengths(
 
 # %% ../../nbs/10_data_tf_native.ipynb #fcaa0af5
 def _fixed_shape(model: ModelConfig, data: DataConfig) -> tuple[int, int]:
-    "The shape of the longest clip that the settings allow: codes, text tokens."
+    "The shape of the longest allowed clip: codes, text tokens."
     samples_per_code = model.audio.hop_length * model.dvae.frames_per_code
     codes = math.ceil(data.max_seconds * model.audio.sample_rate / samples_per_code)
     return min(codes, model.gpt.max_audio_codes), min(data.max_text_tokens, model.gpt.max_text_tokens)
@@ -88,10 +88,10 @@ def _fixed_shape(model: ModelConfig, data: DataConfig) -> tuple[int, int]:
 def _order_columns(
     cache: Cache,
     data: DataConfig,
-    clips: np.ndarray | None = None,   # indices to use; default all
-    shapes: list[tuple[int, int]] | None = None,   # to choose from; default: those that fit these clips best
+    clips: np.ndarray | None = None,   # indices to use; default: all
+    shapes: list[tuple[int, int]] | None = None,   # default: the best ones for these clips
 ) -> dict[str, np.ndarray]:
-    "The columns of a plan: clips by bucket, clips by speaker, and the number of each."
+    "A plan's columns: clips by bucket and by speaker, with counts."
     use = np.arange(len(cache), dtype=np.int32) if clips is None else np.asarray(clips, np.int32)
     if not len(use): raise UserError(f'{cache.folder}: no clips are left to train on; hold fewer out.')
     use = use[within_limits(cache, data)[use]]
@@ -105,24 +105,24 @@ def _order_columns(
     else: shapes = bucket_shapes(codes, text, data.buckets, least=data.batch_size)
     bucket, speaker = bucket_of(codes, text, shapes), cache.speaker
     by_bucket, by_speaker = np.argsort(bucket, kind='stable'), np.argsort(speaker[use], kind='stable')
-    starts = np.cumsum(count := np.bincount(bucket)) - count   # no bucket is empty
+    starts = np.cumsum(count := np.bincount(bucket)) - count   # no empty buckets
     frames = np.maximum.reduceat(cache.mel_length[use][by_bucket], starts)
     return {'shapes': np.array(shapes), 'frames': frames, 'members': use[by_bucket], 'member_count': count,
             'speaker': np.asarray(speaker), 'by_speaker': use[by_speaker],
             'speaker_count': np.bincount(speaker[use]), 'share': _shares(cache, data, use[by_bucket])}
 
 def _shares(cache: Cache, data: DataConfig, clips: np.ndarray) -> np.ndarray:   # (clips,) float64, or empty
-    "Cumulative probabilities of the clips if speakers or languages are balanced."
+    "Cumulative clip probabilities, if speakers or languages are balanced."
     if not (data.balance_speakers or data.balance_languages): return np.zeros(0)
     return cumulative_chances(np.ones(len(clips)), cache.speaker[clips], cache.language[clips], data)
 
 # %% ../../nbs/10_data_tf_native.ipynb #row0c1d8
 def _stored_columns(
     folder: str | Path,
-    key: str,                  # fingerprint of what the columns depend on
-    make: Callable,            # () -> columns, called if `folder` has none with this key
+    key: str,                  # fingerprint of the columns' inputs
+    make: Callable,            # () -> columns, if `folder` has none with this key
 ) -> dict[str, np.ndarray]:
-    "Columns of a folder, memory-mapped; made and written there if they are missing."
+    "Memory-mapped columns of a folder, created if missing."
     folder = Path(folder)
     facts = read_json(folder / 'columns.json') if (folder / 'columns.json').is_file() else {}
     if facts.get('key') != key:
@@ -137,15 +137,15 @@ def _stored_columns(
 
 # %% ../../nbs/10_data_tf_native.ipynb #d16ac9e6
 class BatchPlan:
-    "The clips, references and crops of each step, computed in graph from the step's number."
+    "Selects clips, references and crops for each step, in graph, from the step's number."
     def __init__(self,
         cache: Cache,
         data: DataConfig,
-        clips: np.ndarray | None = None,   # indices to use; default all
-        keep: str | Path | None = None,    # folder where the columns are stored for the next start
-        dvae=None,                         # makes the codes of a runtime cache
-        fixed: bool = False,               # one reference per clip for all steps, for validation
-        shapes: list[tuple[int, int]] | None = None,   # of `_order_columns`
+        clips: np.ndarray | None = None,   # indices to use; default: all
+        keep: str | Path | None = None,    # folder to store the columns in, for restarts
+        dvae=None,                         # computes a runtime cache's codes
+        fixed: bool = False,               # same reference per clip in all steps, for validation
+        shapes: list[tuple[int, int]] | None = None,   # as in `_order_columns`
     ):
         self.data, self.cache, self.dvae, self.fixed = data, cache, dvae, fixed
         make = lambda: _order_columns(cache, data, clips, shapes)
@@ -163,7 +163,7 @@ class BatchPlan:
         if len(columns['share']): self.share_ends = np.asarray(columns['share'][np.cumsum(self.count) - 1])
 
     def _key(self, clips, shapes) -> str:
-        "The fingerprint of what the columns depend on."
+        "Fingerprint of the columns' inputs."
         names = ('buckets', 'pad_to_fixed_length', 'balance_speakers', 'balance_languages', 'min_seconds',
                  'max_seconds', 'max_text_tokens')
         used = 'all' if clips is None else fingerprint(np.asarray(clips, np.int32).tobytes())
@@ -171,43 +171,43 @@ class BatchPlan:
                            [getattr(self.data, n) for n in names], used, *([shapes] if shapes else ()))
 
     def stream(self, first: int = 0, last: int | None = None, model: str | None = None) -> tf.data.Dataset:
-        "The batches of steps first ... last - 1, for a model on the device `model`."
+        "Batches of steps [first, last), for a model on the device `model`."
         return batches_of(_reader_of(self), self.data, first, last, model=model)
 
     def names(self, step: int) -> list[str]:
-        "The ids of the clips of a step."
+        "The clip ids of a step."
         with tf.device(_HOST): clips = self.pick(tf.constant(step, tf.int64))[1].numpy()
         return [self.cache.clips[i]['id'] for i in clips]
 
 # %% ../../nbs/10_data_tf_native.ipynb #d16ac0b0
 @patch
 def pick(self: BatchPlan, step):
-    "Bucket (), clips (B,), references (B,), crop starts (B,) and row weights (B,) of a step (int64)."
+    "A step's bucket (), clips, references, crop starts and row weights (B,), int64."
     bucket, clip, weight = self._once_per_epoch(step) if self.share_ends is None else self._sampled(step)
     other, start = self._reference(clip, step)
     return bucket, clip, other, start, weight
 
 @patch
 def _once_per_epoch(self: BatchPlan, step):
-    "Every clip once per epoch; those of a bucket that fills no batch again, until it is full."
+    "Every clip once per epoch; a bucket smaller than a batch repeats its clips."
     epoch, within = step // self.steps_per_epoch, step % self.steps_per_epoch
     batch = _shuffled(within, self.steps_per_epoch, (self.data.seed, epoch))
     bucket, first = _bucket(np.cumsum(self.batches), batch)
     rows = (batch - first) * self.data.batch_size + tf.range(self.data.batch_size, dtype=tf.int64)
     count = tf.constant(self.count)[bucket]
-    again = (count < self.data.batch_size) & (not self.fixed)   # a validation counts each clip once
+    again = (count < self.data.batch_size) & (not self.fixed)   # validation counts each clip once
     own = _shuffled(tf.where(again, rows % count, tf.minimum(rows, count - 1)), count,
                     (self.data.seed + 1 + tf.cast(bucket, tf.int64), epoch))
     clip = self.members(tf.constant(np.cumsum(self.count) - self.count)[bucket] + own)
     return bucket, clip, tf.cast(again | (rows < count), tf.float32)
 
 def _shuffled(place, count, seed):
-    "The element at `place` in the permutation of 0 ... count - 1 given by a seed of two numbers."
+    "Element `place` of the permutation of range(count) for a seed of two numbers."
     seed = tf.cast(tf.stack([tf.cast(s, tf.int64) for s in seed]), tf.int32)
     return tf.random.experimental.index_shuffle(place, seed, tf.cast(count, tf.int64) - 1)
 
 def _bucket(ends: np.ndarray, place):
-    "The bucket that holds `place`, and the place where it begins; bucket i ends before `ends[i]`."
+    "The bucket that contains `place`, and its start; bucket i ends before `ends[i]`."
     begins = np.concatenate([[0], ends[:-1]]).astype(ends.dtype)
     bucket = tf.minimum(tf.searchsorted(tf.constant(ends), [place], side='right')[0], len(ends) - 1)
     return bucket, tf.constant(begins)[bucket]
@@ -215,7 +215,7 @@ def _bucket(ends: np.ndarray, place):
 # %% ../../nbs/10_data_tf_native.ipynb #d16ac0c1
 @patch
 def _sampled(self: BatchPlan, step):
-    "Clips by their probabilities; the bucket first."
+    "Sample a bucket, then clips, by their probabilities."
     draw = _uniform([1 + self.data.batch_size], self.data.seed, step, 1)
     bucket, first = _bucket(self.share_ends, draw[0])
     place = first + draw[1:] * (tf.constant(self.share_ends)[bucket] - first)
@@ -226,7 +226,7 @@ def _sampled(self: BatchPlan, step):
 
 @patch
 def _reference(self: BatchPlan, clip, step):
-    "The clip that gives the voice, and the frame at which its crop begins."
+    "The reference clip for the voice, and its crop's start frame."
     if self.fixed:
         own = lambda c: _uniform([2], self.data.seed, c, 2)
         draw = tf.transpose(tf.map_fn(own, clip, fn_output_signature=tf.float64))
@@ -237,24 +237,24 @@ def _reference(self: BatchPlan, clip, step):
 
 @patch
 def _other(self: BatchPlan, clip, draw):
-    "Another clip of the same speaker, or the same one if there is no other."
+    "Another clip of the same speaker, or the same one if alone."
     speaker = self.speaker(clip)
     count = tf.gather(tf.constant(self.speaker_count), speaker)
     first = tf.gather(tf.constant(np.cumsum(self.speaker_count) - self.speaker_count), speaker)
-    # sampled from all but the last one, which replaces the clip itself
+    # drawn from all but the last, which replaces the clip itself
     last = self.by_speaker(first + count - 1)
     others = tf.cast(tf.maximum(count - 1, 1), tf.float64)
     other = self.by_speaker(first + tf.cast(draw * others, tf.int64))
     return tf.where(other == clip, last, other)
 
 def _uniform(shape, seed: int, step, purpose: int = 0):
-    "Random float64 numbers in [0, 1) from the seed, the step and the purpose."
+    "Random float64 in [0, 1) from seed, step and purpose."
     return tf.random.stateless_uniform(shape, tf.stack([tf.constant(seed + purpose * 2**32, tf.int64), step]),
                                        dtype=tf.float64)
 
 # %% ../../nbs/10_data_tf_native.ipynb #57e6528f
 class _OnlineReader:
-    "Base of all readers of recordings: their files, the text ids of the cache, the widths of a batch."
+    "Base class of readers of recordings: files, text ids of the cache, batch widths."
     def __init__(self, plan: BatchPlan, stats: np.ndarray):
         self.plan, self.cache, self.stats = plan, plan.cache, np.asarray(stats, np.float32)
         self.audio, self.text = plan.cache.config.model.audio, CacheReader(plan.cache, plan, ('text',))
@@ -263,15 +263,15 @@ class _OnlineReader:
         self.manifest = self.cache.folder / 'manifest.json' if 'wav' in self.cache.clips[0] else None
 
     def check_unchanged(self, step):
-        "Raise an error in graph if the cache that holds the recordings was replaced by another one."
+        "Raise an error in graph if the recordings' cache was replaced."
         if not self.manifest: return
-        path = tf.gather([str(self.manifest)], tf.minimum(step, 0))   # a constant path would be read once
+        path = tf.gather([str(self.manifest)], tf.minimum(step, 0))   # a constant is read once
         now = tf.io.read_file(path)
         tf.debugging.Assert(now == self.manifest.read_bytes(), [
             f'{self.cache.folder}: was replaced while it was read; start again with what it holds now.'])
 
     def __call__(self, step) -> dict:
-        "The batch of a step (int64 tensor): text, weight, `clip` and what `sounds` adds."
+        "The batch of a step (int64 tensor): text, weight, `clip` and the arrays of `sounds`."
         self.check_unchanged(step)
         bucket, clip, other, start, weight = self.plan.pick(step)
         text, text_length = self.text.ids('text', clip, tf.constant(self.plan.shapes)[bucket][1])
@@ -281,21 +281,21 @@ class _OnlineReader:
 
 # %% ../../nbs/10_data_tf_native.ipynb #fb24b558
 def _frames_of(wav, n_fft: int, hop: int, start, count):
-    "The samples under frames `start` ... `start` + `count` - 1 of a clip (N,), its ends mirrored."
+    "Samples of frames [`start`, `start` + `count`) of a clip (N,), with reflect padding."
     mirrored = tf.pad(wav, [[n_fft // 2, n_fft // 2]], 'REFLECT')
     return mirrored[start * hop:(start + count - 1) * hop + n_fft]
 
 class WavReader(_OnlineReader):
-    "Clip and reference as samples, decoded, cropped and padded by native ops; mels are for the device."
+    "Clip and reference as samples, decoded, cropped and padded by native ops, for mels on device."
     def __init__(self, plan: BatchPlan, stats: np.ndarray):
         super().__init__(plan, stats)
-        if self.cache.manifest.get('mode') != 'runtime':   # such a cache wrote its files in this format
+        if self.cache.manifest.get('mode') != 'runtime':   # runtime caches write this format
             check_native(self.names, self.audio.sample_rate)
 
     def samples(self, frames, n_fft: int): return (frames - 1) * self.audio.hop_length + n_fft
 
     def sounds(self, clip, other, start, bucket):
-        "`wav` and `reference_wav` (B, N) int16 with mirrored ends, and `reference_length` (B,) frames."
+        "`wav`, `reference_wav` (B, N) int16, reflect-padded, and `reference_length` (B,) frames."
         audio, most, frames = self.audio, self.plan.data.reference_frames, self.plan.frames[bucket]
 
         def row(x):
@@ -316,19 +316,19 @@ class WavReader(_OnlineReader):
 
 # %% ../../nbs/10_data_tf_native.ipynb #59166727
 def _mels_of(wav, n_fft: int, audio) -> tf.Tensor:   # (..., F, C) float32
-    "Log-mels of samples (..., N) int16 that include their mirrored ends."
+    "Log-mels of reflect-padded samples (..., N) int16."
     return log_mel(tf.cast(wav, tf.float32) / 32768, n_fft, audio, mirror=False)
 
 class MelReader(WavReader):
-    "Mels of clip and reference, by native ops."
+    "Mels of clip and reference, with native ops."
     def sounds(self, clip, other, start, bucket):
-        "Mels (B, F, C), zero after each end, and references (B, F, C)."
+        "Mels (B, F, C), zero-padded, and references (B, F, C)."
         batch = super().sounds(clip, other, start, bucket)
         audio = self.audio
         most = self.plan.data.reference_frames
         frames, length = self.plan.frames[bucket], self.plan.mel_length(clip)
 
-        def row(x):   # row by row: a clip's frames stay in the processor's cache
+        def row(x):   # row by row, to keep a clip's frames in the CPU cache
             wav, voice, length, count = x
             mel = _mels_of(wav[:self.samples(length, audio.dvae_n_fft)], audio.dvae_n_fft, audio)
             voice = voice[:self.samples(count, audio.reference_n_fft)]
@@ -354,7 +354,7 @@ class CacheReader:
         cache.check_unchanged()
 
     def ids(self, kind: str, clip, width):
-        "(B, width) int32 codes or text tokens, 0 after the end; (B,) lengths."
+        "(B, width) int32 codes or text tokens, zero-padded; (B,) lengths."
         length = self.length[kind](clip)
         rows = tf.cast(self.gather(kind, self.start[kind](clip), length, width), tf.int32)
         length = tf.cast(length, tf.int32)
@@ -375,37 +375,37 @@ class CacheReader:
 def batches_of(
     reader: Callable,            # step (int64 tensor) -> batch
     data: DataConfig,
-    first: int = 0,              # step to begin at
-    last: int | None = None,     # step to end before; default: never
-    model: str | None = None,    # the device of the model; default: the first GPU, if there is one
+    first: int = 0,              # first step
+    last: int | None = None,     # exclusive end; default: endless
+    model: str | None = None,    # model's device; default: the first GPU, if any
 ) -> tf.data.Dataset:
-    "Batches of steps first, first + 1, ...; the same for any number of workers."
+    "Batches from step `first` on, independent of the number of workers."
     device = _gpu_of(model) if data.prefetch_to_gpu else None
     steps = tf.data.Dataset.range(first, 2**62 if last is None else last)
-    reader = tf.autograph.experimental.do_not_convert(reader)   # it has no Python loop over tensors
+    reader = tf.autograph.experimental.do_not_convert(reader)   # no Python loop over tensors
     batches = steps.map(reader, num_parallel_calls=data.num_workers, deterministic=True)
     batches = batches.prefetch(data.prefetch_buffer_size)
     return batches.apply(tf.data.experimental.prefetch_to_device(device, 2)) if device else batches
 
 def _gpu_of(model: str | None) -> str | None:
-    "The GPU of a model on the device `model`, if that is one."
+    "The model's GPU, if `model` is one."
     if model: return model if 'GPU:' in model.upper() else None
     return '/GPU:0' if tf.config.list_logical_devices('GPU') else None
 
 # %% ../../nbs/10_data_tf_native.ipynb #95f8c6e1
 class _CodeReader(MelReader):
-    "The batches of `CacheReader` for a cache that holds only text: computes mels and codes."
+    "Batches like `CacheReader`'s for a cache with text only; computes mels and codes."
     def __init__(self, plan: BatchPlan, dvae):   # encode(mel (1, F, C)) -> codes (1, S), mel_stats (C,)
         super().__init__(plan, np.asarray(dvae.mel_stats))
         self.encode, self.code_length = dvae.encode, Column(plan.cache.codes_length)
 
     def __call__(self, step) -> dict:
-        "The batch of a step (int64 tensor), as `CacheReader` gives it."
+        "The batch of a step (int64 tensor), as in `CacheReader`."
         batch = super().__call__(step)
         return {name: batch[name] for name in _BATCH}
 
     def sounds(self, clip, other, start, bucket):
-        "Codes (B, S), their lengths, and references (B, F, C)."
+        "Codes (B, S), lengths, and references (B, F, C)."
         batch = super().sounds(clip, other, start, bucket)
         width = tf.constant(self.plan.shapes, tf.int64)[bucket][0]
 
@@ -423,13 +423,13 @@ def _one_reader(
     plan: BatchPlan,
     make: Callable,   # (plan) -> reader
 ) -> Callable:        # step (int64 tensor) -> batch
-    "The reader that `make` gives, made once for a plan: it holds tables of all clips."
+    "A plan's reader from `make`, created once, since it holds tables of all clips."
     made = vars(plan).setdefault('readers', {})
     if make not in made: made[make] = make(plan)
     return made[make]
 
 def _reader_of(plan: BatchPlan) -> Callable:   # step (int64 tensor) -> batch
-    "The one reader of a plan: of its cache, or of the recordings if it is a runtime cache."
+    "A plan's reader: of its cache, or of the recordings for a runtime cache."
     return _one_reader(plan, _reader)
 
 def _reader(plan: BatchPlan) -> Callable:

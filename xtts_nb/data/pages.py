@@ -17,7 +17,7 @@ from ..report import facts, heading, histogram, html_table, player, waveform, wr
 
 # %% ../../nbs/data/pages.ipynb #67287e8f
 def _sound_sections(report: dict) -> list[str]:
-    "Silence and clipping, if they were measured."
+    "Silence and clipping, if measured."
     if 'silence' not in report: return []
     shares = lambda clips: [(f'{c["share"]:.1%}', c['id']) for c in clips]
     silence = ', '.join(f'{v:.1%} {k}' for k, v in report['silence'].items())
@@ -29,12 +29,12 @@ def _sound_sections(report: dict) -> list[str]:
 
 # %% ../../nbs/data/pages.ipynb #2ca59cc8
 def _counts_table(counts: dict[str, int], name: str, max_rows: int = 40) -> str:
-    "Values and how often they occur."
+    "A table of values and their counts."
     rows = [(f'{n:,}', '␣' if value == ' ' else value) for value, n in counts.items()]
     return html_table(['count', name], rows, max_rows)
 
 def corpus_page(report: dict, path: str | Path, title: str = 'Corpus') -> Path:
-    "The report of a corpus, as `summary` returns it, as one HTML file."
+    "Write a corpus report of `summary` as one HTML file."
     same = lambda key: html_table(['clips', 'ids'],
                                   [(len(ids), ' = '.join(ids)) for ids in report.get(key, [])])
     durations, lengths = (histogram(report[key]['counts'], report[key]['edges'], title, unit)
@@ -58,7 +58,7 @@ def corpus_page(report: dict, path: str | Path, title: str = 'Corpus') -> Path:
 
 # %% ../../nbs/data/pages.ipynb #7eea374a
 def _surroundings(clips: list[dict], path_of: Callable, around: float = 0.6) -> dict[int, tuple]:
-    "Of each clip, by its index: the samples around it (s), their rate, the first of them."
+    "By clip index: samples around it, their rate, index of the first."
     found, order = {}, sorted(range(len(clips)), key=lambda i: (path_of(clips[i]), clips[i]['start']))
     for path, some in groupby(order, lambda i: path_of(clips[i])):
         with open_audio(path) as file:
@@ -71,7 +71,7 @@ def _surroundings(clips: list[dict], path_of: Callable, around: float = 0.6) -> 
 
 # %% ../../nbs/data/pages.ipynb #98ee91e2
 def _cut_section(clip: dict, sound: tuple, source: str, folder: Path) -> list[str]:
-    "A clip with its text, its sound, and what is around it, of `_surroundings`."
+    "A clip's section: text, sound, and surroundings from `_surroundings`."
     wav, rate, first = sound
     begin = clip['start'] - first / rate
     place = f'{source}, {clip["start"]:.2f} to {clip["end"]:.2f} s'
@@ -82,11 +82,11 @@ def _cut_section(clip: dict, sound: tuple, source: str, folder: Path) -> list[st
 
 def cuts_page(
     result: dict,             # of `cut_corpus` or `check_corpus`
-    source: Path,             # the recording, or the folder of the recordings
+    source: Path,             # a recording or a folder of them
     folder: Path,             # of the corpus
     most: int = 30,           # clips
 ) -> Path:                    # listen.html
-    "The clips that fit their texts worst, to listen to, and what is in no clip."
+    "Write a page with the clips that fit their texts worst, and the parts outside clips."
     sure = lambda clip: ('cut' not in clip, clip.get('score', 0.))
     clips, seconds = sorted(result['clips'], key=sure)[:most], lambda c: c['end'] - c['start']
     used, lost = (sum(map(seconds, result[kind])) for kind in ('clips', 'dropped'))

@@ -46,7 +46,7 @@ from ..files import (
     read_json, remove_work, visible, without_part, write_json)
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
-@lru_cache(8)   # a trace takes longer than a hundred clips
+@lru_cache(8)   # tracing takes longer than a hundred clips
 def _mel_function(audio: AudioConfig, n_fft: int) -> Callable:   # (N,) samples -> (F, C) log-mel
     "`log_mel` compiled for clips of any length."
     signature = [tf.TensorSpec([None], tf.float32)]
@@ -56,10 +56,10 @@ def _mel_function(audio: AudioConfig, n_fft: int) -> Callable:   # (N,) samples 
 def mel_sample(
     clips: Sequence[Clip],
     config: XTTSConfig,
-    seconds: float = 1800,   # of audio, and the rest of the last clip
+    seconds: float = 1800,   # of audio, rounded up to whole clips
     progress=None,           # called with (done, total)
 ) -> np.ndarray:             # (total F, C) float32, concatenated
-    "Log-mels of random clips, to train a DVAE on; raises `UserError` if no clip is usable."
+    "Log-mels of random clips, to train a DVAE; raises `UserError` if no clip is usable."
     audio, mels, dropped, left = config.model.audio, [], [], seconds
     mel = _mel_function(audio, audio.dvae_n_fft)
     order = np.random.default_rng(config.data.seed).permutation(len(clips))
@@ -79,12 +79,12 @@ def mel_sample(
 
 # %% ../../nbs/data/prepare.ipynb #0be53be2
 class ClipEncoder:
-    "A clip and its samples -> a record."
+    "Encodes a clip and its samples as a record."
     def __init__(self,
         config: XTTSConfig,
         dvae,                      # encode(mel (1, F, C)) -> codes (1, S), mel_stats (C,)
         tokenizer: Tokenizer,
-        stored=tuple(ARRAYS),      # kinds to make; of other kinds only the lengths
+        stored=tuple(ARRAYS),      # kinds to compute; lengths only for others
     ):
         audio = config.model.audio
         self.config, self.tokenizer, self.stored = config, tokenizer, stored
@@ -97,21 +97,21 @@ class ClipEncoder:
         self.samples_per_code = audio.hop_length * config.model.dvae.frames_per_code
 
     def codes(self, wav: np.ndarray) -> np.ndarray:
-        "(S,) audio codes, computed on the CPU, so that every machine gives the same."
+        "(S,) audio codes, computed on the CPU for equal results on all machines."
         with tf.device('CPU'):
             return self.encode(self.code_mel(wav)[None]).numpy()[0][:-(-len(wav) // self.samples_per_code)]
 
     def mel(self, wav: np.ndarray) -> np.ndarray:
-        "(F, C) reference mel, each bin divided by its statistic."
+        "(F, C) reference mel, normalised per bin."
         with tf.device('CPU'): return self.voice_mel(wav).numpy() / self.stats
 
     def __call__(
         self,
         clip: Clip,
         wav: np.ndarray | None,
-        known: dict | None = None,   # existing parts of the record, with `samples` if there is no wav
+        known: dict | None = None,   # existing parts of the record, with `samples` if `wav` is None
     ) -> dict | Dropped:
-        "The record of a clip, or why it is dropped."
+        "The record of a clip, or the reason to drop it."
         if clip.language not in self.tokenizer.languages:
             return Dropped(clip.id, f'the tokenizer has no language {clip.language}')
         known = known or {}
@@ -140,7 +140,7 @@ def _problem(self: ClipEncoder, clip: Clip, ids: list[int], codes: int) -> str |
 
 # %% ../../nbs/data/prepare.ipynb #0be531a2
 class Loudness:
-    "In place of a DVAE: one code for each 46 ms, which says how quiet it is."
+    "A stand-in for the DVAE: one code per 46 ms that encodes loudness."
     mel_stats = np.full(80, 5., np.float32)
 
     def encode(self, mel: tf.Tensor) -> tf.Tensor:   # (B, S) codes from 0 to 255
@@ -155,16 +155,16 @@ class Loudness:
 # %% ../../nbs/data/prepare.ipynb #d90415a3
 def _is_plain(
     path: Path,
-    wav: np.ndarray,      # (N,) of `load_audio`
+    wav: np.ndarray,      # (N,) from `load_audio`
     sample_rate: int,     # Hz, of the model
 ) -> bool:
-    "Whether `decode_wav` reads exactly these samples."
+    "Whether `decode_wav` returns exactly these samples."
     try: return np.array_equal(decode_wav(str(path), sample_rate).numpy() / np.float32(32768), wav)
-    except (UserError, tf.errors.OpError, UnicodeDecodeError):   # a message may hold undecodable bytes
+    except (UserError, tf.errors.OpError, UnicodeDecodeError):   # undecodable bytes in a message
         return False
 
 def _choose_mode(clips: Sequence[Clip], config: XTTSConfig, sample: int = 200) -> str:
-    "`precompute` or `runtime`; `auto` estimates the size of the cache from the lengths of a few clips."
+    "`precompute` or `runtime`; `auto` decides by the cache size estimated from a few clips."
     data, audio, lengths = config.data, config.model.audio, []
     if data.preprocessing_mode != 'auto': return data.preprocessing_mode
     for clip in clips[::-(-len(clips) // sample)]:
@@ -177,20 +177,20 @@ def _choose_mode(clips: Sequence[Clip], config: XTTSConfig, sample: int = 200) -
 # %% ../../nbs/data/prepare.ipynb #e311ae21
 @dataclass(frozen=True)
 class _Plan:
-    "The settings that all shards of a cache share."
-    corpus: Path            # folder of the clips' paths
-    work: Path              # folder of finished shards
+    "Settings common to all shards of a cache."
+    corpus: Path            # base folder of the clips
+    work: Path              # for finished shards
     config: XTTSConfig
     mode: str               # `precompute` or `runtime`
-    keys: dict              # of `content_keys`
-    older: Path | None      # a cache whose records may be reused
+    keys: dict              # from `content_keys`
+    older: Path | None      # a cache to reuse records from
 
     @property
     def stored(self) -> list[str]: return [*ARRAYS] if self.mode == 'precompute' else ['text']
 
     @property
     def settings(self) -> str:
-        "Fingerprint of all that changes a record or the selection of clips."
+        "Fingerprint of everything that affects records or the selection of clips."
         data, gpt = self.config.data, self.config.model.gpt
         limits = [data.min_seconds, data.max_seconds, data.max_text_tokens, gpt.max_text_tokens,
                   gpt.max_audio_codes]
@@ -198,7 +198,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class Job:
-    "A range of the corpus, for one shard."
+    "A range of the corpus that makes one shard."
     number: int
     clips: list[Clip]
 
@@ -207,12 +207,12 @@ class Job:
 
 # %% ../../nbs/data/prepare.ipynb #e311ae31
 class _StoredClips(Sequence):
-    "The clips of a corpus in a file, each read on access: a large corpus must not fill the memory."
-    def __init__(self, path: Path, corpus: Path):   # the folder of the recordings
+    "The clips of a corpus in a file, read on access to save memory."
+    def __init__(self, path: Path, corpus: Path):   # folder of the recordings
         self.path, self.top, self.rows, self.languages = path, os.path.join(corpus, ''), (), set()
 
     def fill(self, clips: Iterable[Clip]):
-        "Write the file; it is the same wherever the corpus is."
+        "Write the file, independent of the corpus's location."
         starts = array('q')
         with atomic_file(self.path, durable=False) as part, open(part, 'wb') as file:
             for clip in clips:
@@ -230,12 +230,12 @@ class _StoredClips(Sequence):
 
 # %% ../../nbs/data/prepare.ipynb #977f68b9
 def _source_digest(path: Path) -> int:
-    "The digest of a recording; 0 if it is missing."
+    "Digest of a recording; 0 if missing."
     try: return digest(path.read_bytes())
-    except (OSError, ValueError): return 0   # the reason follows when it is decoded
+    except (OSError, ValueError): return 0   # decoding reports the reason
 
 def _clip_row(clip: Clip, corpus: Path, samples: int, sample_rate: int, wav: str = '') -> dict:
-    "The line of a clip in the table; `wav` is a recording that the cache wrote."
+    "A clip's table row; `wav`: a recording written by the cache."
     row = {'id': clip.id, 'text': clip.text, 'speaker': clip.speaker, 'language': clip.language,
            'seconds': round(samples / sample_rate, 4),
            'path': Path(os.path.relpath(clip.path, corpus)).as_posix()}
@@ -243,7 +243,7 @@ def _clip_row(clip: Clip, corpus: Path, samples: int, sample_rate: int, wav: str
     return row | ({'wav': wav} if wav else {})
 
 class _ShardMaker:
-    "Makes shards from the records of an older cache and from recordings."
+    "Makes shards from an older cache's records and from recordings."
     def __init__(self, plan: _Plan, encoder: ClipEncoder):
         self.plan, self.encoder, self.rate = plan, encoder, plan.config.model.audio.sample_rate
         self.older = plan.older and Cache(plan.older, in_memory=False)
@@ -251,18 +251,18 @@ class _ShardMaker:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        "The index of each clip in the older cache; empty in runtime mode, which stores no arrays."
+        "Clip indices in the older cache; empty in runtime mode, which stores no arrays."
         if not self.older or self.plan.mode != 'precompute': return {}
         return {row['id']: i for i, row in enumerate(self.older.clips)}
 
 # %% ../../nbs/data/prepare.ipynb #837281b0
 @patch
 def known(self: _ShardMaker, clip: Clip, source: int) -> dict:
-    "The parts of a clip's record in the older cache that would come out the same."
+    "The parts of a clip's older record that are still valid."
     i, data = self.places.get(clip.id), self.plan.config.data
     if i is None or clip.end or self.older.index['source'][i] != source: return {}
     try: arrays = {kind: self.older.array(kind, i) for kind in ARRAYS}
-    except UserError: return {}   # the shard is damaged
+    except UserError: return {}   # damaged shard
     record = arrays | {name: self.older.index[name][i] for name in _COLUMN_TYPES}
     if not data.min_seconds <= record['samples'] / self.rate <= data.max_seconds: return {}
     if record_check(record) != record['check']: return {}   # damaged
@@ -273,7 +273,7 @@ def known(self: _ShardMaker, clip: Clip, source: int) -> dict:
 
 @patch
 def taken_over(self: _ShardMaker, job: Job, key: str) -> bool:
-    "Link the shard of `job` from the older cache if it is complete there and has this key."
+    "Link the shard of `job` from the older cache if it is intact and has this key."
     line, some = self.shards.get(job.number, ({}, range(0)))
     if line.get('key') != key: return False
     folder, rows = self.older.folder, [self.older.clips[i] for i in some]
@@ -285,9 +285,9 @@ def taken_over(self: _ShardMaker, job: Job, key: str) -> bool:
 # %% ../../nbs/data/prepare.ipynb #837280b0
 @patch
 def _records(self: _ShardMaker, job: Job, sources: list[int]):
-    "Of each clip: record or `Dropped`, samples if they were read, and the kinds that were made."
+    "Per clip: record or `Dropped`, samples if read, and kinds computed."
     known = [self.known(clip, source) for clip, source in zip(job.clips, sources)]
-    # a clip whose line in the table is lost is measured again
+    # measures a clip again if its table row is lost
     whole = [{'codes', 'mel'} <= parts.keys() and bool(self._measured(clip, None))
              for clip, parts in zip(job.clips, known)]
     wavs = read_audio([clip for clip, w in zip(job.clips, whole) if not w], self.plan.config)
@@ -298,24 +298,24 @@ def _records(self: _ShardMaker, job: Job, sources: list[int]):
 
 @patch
 def _measured(self: _ShardMaker, clip: Clip, wav: np.ndarray | None) -> dict:
-    "The measurements of a clip, of its samples or of the older cache."
+    "A clip's measurements, from its samples or the older cache."
     if wav is not None: return measure_clip(wav, self.rate)
     row = self.older.clips[self.places[clip.id]]
     return {name: row[name] for name in _MEASURED if name in row}
 
 @patch
 def _sound(self: _ShardMaker, clip: Clip, wav: np.ndarray, name: str) -> dict:
-    "Write a part of a recording, or what runtime mode cannot read as it is; returns name and digest."
+    "Write a part of a recording, or one that runtime mode cannot read; returns name and digest."
     if not clip.end and (self.plan.mode == 'precompute' or _is_plain(clip.path, wav, self.rate)): return {}
-    # its digest tells whether it is whole
+    # the digest verifies it
     save_audio(self.plan.work / name, wav, self.rate, durable=False)
     return {'wav': name, 'sound': _source_digest(self.plan.work / name)}
 
 # %% ../../nbs/data/prepare.ipynb #7cc268eb
 def _is_whole(
     folder: Path,
-    line: dict,         # of the shard, in the manifest
-    rows: list[dict],   # of its clips
+    line: dict,         # the shard's entry in the manifest
+    rows: list[dict],   # its clips
 ) -> bool:
     "Whether the files of a shard are intact; raises `UserError` for a name outside `folder`."
     if not line['clips']: return True
@@ -325,7 +325,7 @@ def _is_whole(
     return made == [sound for sound in map_arrays(path)['sound'].tolist() if sound]
 
 def _shard_finished(work: Path, name: str, key: str) -> bool:
-    "Whether the work folder holds the complete shard with this key."
+    "Whether the work folder has the complete shard with this key."
     try:
         facts = read_json(work / f'{name}.json')
         return facts['line'].get('key') == key and _is_whole(work, facts['line'], facts['rows'])
@@ -334,8 +334,8 @@ def _shard_finished(work: Path, name: str, key: str) -> bool:
 # %% ../../nbs/data/prepare.ipynb #837280c1
 @patch
 def __call__(self: _ShardMaker, job: Job, progress=lambda clips: None) -> dict[str, int]:
-    "Make the shard of `job` in the work folder; returns the arrays made per kind, or 1 `taken_over`."
-    digests = {path: _source_digest(path) for path in {clip.path for clip in job.clips}}   # parts share them
+    "Make `job`'s shard in the work folder; returns arrays made per kind, or 1 `taken_over`."
+    digests = {path: _source_digest(path) for path in {clip.path for clip in job.clips}}   # shared by parts
     sources, made = [digests[clip.path] for clip in job.clips], Counter()
     rows = [_clip_row(clip, self.plan.corpus, 0, 1) for clip in job.clips]
     key = fingerprint(self.plan.settings, rows, sources)
@@ -362,12 +362,12 @@ def __call__(self: _ShardMaker, job: Job, progress=lambda clips: None) -> dict[s
 @patch
 def _finish(self: _ShardMaker, job: Job, line: dict, rows: list[dict]):
     "Mark a shard as finished."
-    with atomic_file(self.plan.work / f'{job.name}.json') as part:   # in one line, which is written faster
+    with atomic_file(self.plan.work / f'{job.name}.json') as part:   # one line is faster
         part.write_text(json.dumps({'line': line, 'rows': rows}), encoding='utf-8')
 
 # %% ../../nbs/data/prepare.ipynb #f93e8c54
 def _processes():
-    "How workers start: forked from one process that has imported all this, where the system can."
+    "The multiprocessing context: forkserver with preloaded imports, if available."
     method = 'forkserver' if 'forkserver' in multiprocessing.get_all_start_methods() else 'spawn'
     context = multiprocessing.get_context(method)
     if method == 'forkserver': context.set_forkserver_preload([__name__])
@@ -376,9 +376,9 @@ def _processes():
 def _run_jobs(
     jobs: Iterator,
     workers: int,
-    begin: Callable,     # called in each worker; returns the function that does a job
-):                       # yields (job, answer) as they are done
-    "Do jobs in worker processes; raises the error of a worker, and ends all of them."
+    begin: Callable,     # called in each worker; returns the job function
+):                       # yields (job, answer) as completed
+    "Run jobs in worker processes; re-raises a worker's error after ending all workers."
     context, jobs, busy, team = _processes(), iter(jobs), {}, []
     try:
         for job in itertools.islice(jobs, workers):
@@ -401,7 +401,7 @@ def _run_jobs(
             process.join()
 
 def _answer(link):
-    "The answer of a worker; raises its error."
+    "A worker's answer; raises its error."
     try: kind, value = link.recv()
     except (EOFError, ConnectionError):
         raise UserError('A worker process ended before its work was done, perhaps '
@@ -411,7 +411,7 @@ def _answer(link):
 
 # %% ../../nbs/data/prepare.ipynb #30cd0c03
 def _serve(link, begin: Callable):
-    "The main loop of a worker."
+    "A worker's main loop."
     signal.signal(signal.SIGINT, signal.SIG_IGN)   # the parent handles Ctrl-C and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -422,7 +422,7 @@ def _serve(link, begin: Callable):
     except Exception as e: link.send(('error', f'{type(e).__name__}: {e}'))
 
 def _end_with_parent():
-    "End this worker when the parent ends, also by a kill."
+    "End this worker when the parent ends, even if killed."
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -435,12 +435,12 @@ def _begin(plan: _Plan, kind: type) -> _ShardMaker:
     return _ShardMaker(plan, ClipEncoder(plan.config, dvae, tokenizer, plan.stored))
 
 def _default_workers(clips: int) -> int:
-    "The number of worker processes: one per core, none for a small corpus."
+    "Number of worker processes: one per core, none for a small corpus."
     return 0 if clips < 4096 else cores()
 
 # %% ../../nbs/data/prepare.ipynb #01af6902
 def unfinished(work: Path) -> str:
-    "The reusable content of a work folder, in words; empty if there is none."
+    "Text: a work folder's reusable content; empty if none."
     shards = sum(p.with_suffix('.safetensors').is_file() for p in work.glob('shard-*.json'))
     found = {'finished shard' + 's' * (shards > 1): shards,
              'learned DVAE': any(work.glob('learned-*.safetensors')),
@@ -451,7 +451,7 @@ _WORK = re.compile(r'lock|plan\.json|config\.yaml|clips\.jsonl|(tokenizer|shard-
                    r'|(dvae|shard-\d+|learned-\w+)\.safetensors|(dvae-\w+|older)(/.*)?')
 
 def _check_work(work: Path):
-    "Raise `UserError` if a work folder holds anything but unfinished work."
+    "Raise `UserError` if a work folder contains anything but unfinished work."
     what = 'ours, where unfinished work would go'
     if work.is_file(): raise UserError(f'{work}: holds something that is not {what}; choose another folder.')
     if not work.is_dir(): return
@@ -460,7 +460,7 @@ def _check_work(work: Path):
 
 @contextmanager
 def _locked(out: Path):
-    "The work folder of a cache, locked for this run; it is removed at the end unless it holds work."
+    "Context manager: a cache's work folder, locked; removed at the end unless it holds work."
     _check_work(work := _work_path(out))
     with locked(work / 'lock',
                 f'{out}: is being prepared by another run; wait for its end or choose another folder.'):
@@ -472,15 +472,15 @@ def _locked(out: Path):
 def _work_folder(
     out: Path,       # of the cache
 ):                   # yields the folder next to it
-    "A folder for finished shards; a successful run removes it, any other leaves it to the next run."
+    "A folder for finished shards; removed by a successful run, else kept for the next."
     with _locked(out) as work:
         if left := unfinished(work):
             print(f'{work}: an earlier run left {left}; what still fits is taken over.', file=sys.stderr)
-        for part in filter(Path.is_file, work.rglob(f'*{PART}')): part.unlink()   # of a killed run
+        for part in filter(Path.is_file, work.rglob(f'*{PART}')): part.unlink()   # after a kill
         with _kept_work(work, 'plan.json', out.name, unfinished, _remove_work): yield work
 
 def _remove_work(work: Path):
-    "Remove a work folder, unless somebody has put something there."
+    "Remove a work folder, unless it contains other files."
     try: _check_work(work)
     except UserError as e: print(e, file=sys.stderr)
     else: remove_work(work, 'plan.json')
@@ -490,51 +490,51 @@ def _remove_work(work: Path):
 class _Piece:
     "A finished shard, in a work folder or in a cache."
     folder: Path
-    line: dict       # in the manifest
+    line: dict       # manifest entry
     rows: list[dict]
     columns: dict    # name -> (clips,)
 
 def _pieces(work: Path, numbers: Iterable[int]) -> Iterator[_Piece]:
-    "The finished shards of a work folder, in order."
+    "A work folder's finished shards, in order."
     for number in numbers:
         facts = read_json(work / f'shard-{number:05d}.json')
         shard = map_arrays(work / facts['line']['file']) if facts['rows'] else {}
         yield _Piece(work, facts['line'], facts['rows'], shard)
 
 def _shard_ranges(cache: Cache) -> dict[int, tuple[dict, range]]:
-    "{number of a shard: (its line in the manifest, the range of its clips)}."
+    "{shard number: (manifest entry, range of clips)}."
     first = 0
     return {line['number']: (line, range(first, first := first + line['clips']))
             for line in cache.manifest['shards']}
 
 def _cache_pieces(cache: Cache) -> Iterator[_Piece]:
-    "The shards of a cache, in order."
+    "A cache's shards, in order."
     for line, some in _shard_ranges(cache).values():
         columns = {name: cache.index[name][some.start:some.stop] for name in _COLUMN_TYPES}
         yield _Piece(cache.folder, line, [cache.clips[i] for i in some], columns)
 
 def _files(line: dict, rows: list[dict]) -> list[str]:
-    "The names of the files of a shard."
+    "A shard's file names."
     return [line['file']] * bool(line['clips']) + [row['wav'] for row in rows if 'wav' in row]
 
 def _link(name: str, source: Path, target: Path):
-    "Link a file into another folder; copy it if the disk does not allow links."
+    "Hard-link a file into another folder, or copy it."
     original = inside(source, name)
     with atomic_file(inside(target, name), durable=False) as part:
         try: os.link(original, part)
         except OSError: shutil.copyfile(original, part)
 
 # %% ../../nbs/data/prepare.ipynb #61e86dea
-_BESIDES = 'config.yaml', 'tokenizer.json', 'dvae.safetensors'   # inputs of the shards of a cache
-# of a manifest, kept where shards of it become another cache
+_BESIDES = 'config.yaml', 'tokenizer.json', 'dvae.safetensors'   # inputs of a cache's shards
+# manifest entries kept when shards move to another cache
 _FACTS = 'mode', 'stored', 'keys', 'settings', 'part', 'corpus', 'rows', 'source', 'shard_clips', 'unread'
 
 def _assemble(
     folder: Path,               # empty
-    besides: Path,              # holds the files `_BESIDES`
+    besides: Path,              # has the files `_BESIDES`
     pieces: Iterator[_Piece],
     facts: dict,                # for the manifest
-    check: Callable,            # called with all dropped clips
+    check: Callable,            # called with the dropped clips
 ) -> dict:
     "Fill `folder` with a cache; returns its report."
     lines, sources, dropped = [], [], [Dropped(*d) for d in facts['unread']]
@@ -549,7 +549,7 @@ def _assemble(
     names = write_table(folder, each(), facts['stored'])
     check(dropped)
     for name in _BESIDES:
-        if (besides / name).is_file():   # one may be missing in a cache under repair
+        if (besides / name).is_file():   # may be missing in a cache under repair
             _link(name, besides, folder)
     rows = ClipRows(folder / 'clips.jsonl', map_arrays(folder / 'index.safetensors')['row'])
     report = summary(rows, dropped)
@@ -563,7 +563,7 @@ def _assemble(
 # %% ../../nbs/data/prepare.ipynb #fdd642e5
 def _made(plan: _Plan, jobs: Iterable[Job], dvae, tokenizer: Tokenizer, workers: int,
           tell: Callable) -> Counter:
-    "Make all shards in the work folder; returns the arrays made per kind and the shards `taken_over`."
+    "Make all shards in the work folder; returns arrays made per kind and shards `taken_over`."
     made = Counter(dict.fromkeys(ARRAYS, 0))
     if workers:
         for job, counts in _run_jobs(jobs, workers, partial(_begin, plan, type(dvae))):
@@ -577,7 +577,7 @@ def _made(plan: _Plan, jobs: Iterable[Job], dvae, tokenizer: Tokenizer, workers:
 # %% ../../nbs/data/prepare.ipynb #849ace20
 def _with_rows(cache: Path, manifest: dict,
                clips: Sequence[Clip] | None) -> Iterator[tuple[dict, list[dict]]]:
-    "Each shard with the lines of its clips: of the table or, if `clips` of the corpus are given, ids alone."
+    "Each shard with its clips' table rows, or only ids if `clips` of the corpus are given."
     size, blank = manifest['shard_clips'], dict.fromkeys(('text', 'speaker', 'language'), '') | {'seconds': 0}
     table = cache / 'clips.jsonl'
     with open(table, encoding='utf-8', newline='\n') if clips is None else nullcontext() as table:
@@ -589,19 +589,19 @@ def _with_rows(cache: Path, manifest: dict,
                 yield line, [{'id': c.id} | blank for c in some if c.id not in gone]
 
 def _salvage(cache: Path, manifest: dict, out: Path, besides: Path, clips: Sequence[Clip] | None = None):
-    "Fill `out` with a cache of the whole shards of `cache`; `clips` of the corpus replace a damaged table."
+    "Fill `out` with `cache`'s intact shards as a cache; corpus `clips` replace a damaged table."
     def pieces():
         for line, some in _with_rows(cache, manifest, clips):
             try: columns = _load_shard(cache / line['file']) if line['clips'] else {}
             except (OSError, ValueError): continue
             there = all((cache / name).is_file() for name in _files(line, some))
             if not there or not len(some) == line['clips'] == len(columns.get('samples', ())): continue
-            # without its lines a shard is not taken over as a whole
+            # without rows a shard cannot be taken over whole
             yield _Piece(cache, line if clips is None else line | {'key': ''}, some, columns)
     _assemble(out, besides, pieces(), {name: manifest[name] for name in _FACTS}, lambda dropped: None)
 
 def _older(out: Path, mode: str, clips: Sequence[Clip], work: Path) -> Path | None:
-    "The cache in `out` if it has the same mode; if its table or index is damaged, a cache of its shards."
+    "The cache in `out` if its mode fits, rebuilt from its shards if table or index is damaged."
     if not (out / 'manifest.json').is_file(): return None
     try:
         manifest = read_manifest(out)
@@ -621,12 +621,12 @@ def _older(out: Path, mode: str, clips: Sequence[Clip], work: Path) -> Path | No
 
 # %% ../../nbs/data/prepare.ipynb #c9d4173e
 def _is_up_to_date(
-    out: Path,      # a cache whose shards were all reused
+    out: Path,      # a cache with all shards reused
     plan: _Plan,
     facts: dict,    # for the manifest
 ) -> bool:
-    "Whether all other files of the cache in `out` are whole and up to date."
-    if plan.older != out: return False   # only some of its records could be used
+    "Whether the cache's other files are intact and up to date."
+    if plan.older != out: return False   # only partly reused
     manifest = read_manifest(out)
     same = all(manifest.get(name) == value for name, value in facts.items())
     return same and (out / _REPORT_PAGE).is_file() and all(
@@ -635,11 +635,11 @@ def _is_up_to_date(
 # %% ../../nbs/data/prepare.ipynb #64a3deac
 @dataclass(frozen=True)
 class _CorpusRows:
-    "The rows of a corpus that becomes a cache, and the folder of unfinished work next to it."
+    "A corpus's rows for a cache, and its work folder."
     corpus: Path               # folder or table
     out: Path                  # folder of the cache
     config: XTTSConfig
-    language: str              # default of rows
+    language: str              # row default
     layout: str | None         # default: detected
     shard_clips: int
     part: tuple[int, int]      # (I, N): every Nth shard from the Ith
@@ -652,22 +652,22 @@ class _CorpusRows:
 
     @property
     def numbers(self) -> range:
-        "The shards of this part."
+        "This part's shards."
         return range(self.part[0] - 1, -(-len(self.clips) // self.shard_clips), self.part[1])
 
     def span(self, number: int) -> slice:
-        "The clips of a shard."
+        "A shard's clips."
         return slice(number * self.shard_clips, (number + 1) * self.shard_clips)
 
     def check(self, dropped: list[Dropped]):
-        "Raise `UserError` if too many are dropped; the parts of a corpus are checked when they are merged."
+        "Raise `UserError` if too many are dropped; for parts, merging checks this."
         if self.part[1] == 1: check_dropped(dropped, self.total, self.config, self.corpus)
 
     @property
     def folder(self) -> Path: return (self.corpus if self.corpus.is_dir() else self.corpus.parent).absolute()
 
     def facts(self, learned: str) -> dict:
-        "For the manifest."
+        "Entries for the manifest."
         source = {'corpus': str(self.folder), 'metadata': '' if self.corpus.is_dir() else self.corpus.name,
                   'language': self.language, 'layout': self.layout, 'learned': learned}
         return {'part': list(self.part), 'corpus': fingerprint(file_sha(self.clips.path), self.shard_clips),
@@ -678,14 +678,14 @@ class _CorpusRows:
 @contextmanager
 def open_corpus(
     corpus: str | Path,
-    out: str | Path,               # the cache's folder; an older cache there is reused as far as possible
+    out: str | Path,               # cache folder; reuses an older cache there as far as possible
     config: XTTSConfig,
-    language: str = 'en',          # default of rows
+    language: str = 'en',          # row default
     layout: str | None = None,     # default: detected
     shard_clips: int = 512,
-    part: tuple[int, int] = (1, 1),   # (I, N): make every Nth shard from the Ith, to be merged
+    part: tuple[int, int] = (1, 1),   # (I, N): make every Nth shard from the Ith, to merge later
 ):                                 # yields `_CorpusRows`
-    "Read the rows of a corpus into a locked work folder; raises `UserError` if no usable cache is possible."
+    "Read a corpus into a locked work folder; raises `UserError` if no usable cache can result."
     corpus, out = Path(corpus), Path(out)
     _check_cache_folder(out)
     with _work_folder(out) as work:
@@ -698,7 +698,7 @@ def open_corpus(
         yield rows
 
 def _check_part(part: tuple[int, int], clips: int, shard_clips: int):
-    "Raise `UserError` unless the Ith of N parts can be made."
+    "Raise `UserError` unless part I of N is possible."
     (i, n), shards = part, -(-clips // shard_clips)
     if not 1 <= i <= n: raise UserError(f'`shard` {i}/{n}: give I/N with I from 1 to N.')
     if 1 < n > shards:
@@ -706,7 +706,7 @@ def _check_part(part: tuple[int, int], clips: int, shard_clips: int):
 
 # %% ../../nbs/data/prepare.ipynb #448a5cde
 def _plan(rows: _CorpusRows, dvae, tokenizer: Tokenizer, mode: str | None) -> _Plan:
-    "Write the inputs of the workers into the work folder; returns the plan."
+    "Write the workers' inputs to the work folder; returns the plan."
     work, config, mode = rows.work, rows.config, mode or _choose_mode(rows.clips, rows.config)
     dvae.save(work / 'dvae.safetensors')
     tokenizer.save(work / 'tokenizer.json')
@@ -716,7 +716,7 @@ def _plan(rows: _CorpusRows, dvae, tokenizer: Tokenizer, mode: str | None) -> _P
     return _Plan(rows.folder, work, config, mode, keys, _older(rows.out, mode, rows.clips, work))
 
 def _counter(progress: Callable | None, total: int) -> Callable:
-    "A function that counts clips and reports the progress."
+    "A function that counts clips and reports progress."
     done = itertools.count(1)
     def count(clips):
         for _ in range(clips): at = next(done)
@@ -726,15 +726,15 @@ def _counter(progress: Callable | None, total: int) -> Callable:
 # %% ../../nbs/data/prepare.ipynb #e7810693
 def _encode_rows(
     rows: _CorpusRows,
-    dvae,                          # of `ClipEncoder`, with save(path); its class has load(path, config)
-    tokenizer: Tokenizer | None = None,   # default: learned from the texts of the corpus
-    workers: int | None = 0,       # processes; 0: only this one; None: `_default_workers`
+    dvae,                          # as in `ClipEncoder`, with save(path); class: load(path, config)
+    tokenizer: Tokenizer | None = None,   # default: trained on the corpus's texts
+    workers: int | None = 0,       # processes; 0: this one; None: `_default_workers`
     progress=None,                 # called with (done, total)
-    learned: str = '',             # fingerprint of the DVAE's training data, for the manifest
-    mode: str | None = None,       # `precompute` or `runtime`; default: by the settings
-    accept: Callable | None = None,   # called with the new cache before it takes its place, to refuse it
-) -> dict:   # the report, `mode`, arrays `made` per kind, whether the cache was `up_to_date`
-    "Encode the clips of a corpus into its cache."
+    learned: str = '',             # training data fingerprint of the DVAE, for the manifest
+    mode: str | None = None,       # `precompute` or `runtime`; default: from the settings
+    accept: Callable | None = None,   # called with the new cache; may raise to reject it
+) -> dict:   # report, `mode`, arrays `made` per kind, `up_to_date`
+    "Encode a corpus's clips into its cache."
     _check_shared(rows.part, tokenizer)
     texts = (clean(row['text'], row['language']) for row in rows.clips.rows)
     tokenizer = tokenizer or train_tokenizer(texts, rows.clips.languages, rows.config.model.gpt.text_tokens)
@@ -744,7 +744,7 @@ def _encode_rows(
     plan = _plan(rows, dvae, tokenizer, mode)
     made = _made(plan, jobs, dvae, tokenizer, workers, _counter(progress, mine))
     facts = {'mode': plan.mode, 'stored': plan.stored, 'keys': plan.keys, 'settings': plan.settings}
-    facts |= rows.facts(learned)   # in the order of `_FACTS`
+    facts |= rows.facts(learned)   # in `_FACTS` order
     known = made.pop('taken_over', 0) == len(rows.numbers) and _is_up_to_date(rows.out, plan, facts)
     result = {'mode': plan.mode, 'made': dict(made), 'up_to_date': known}
     if known: return read_json(rows.out / 'report.json') | result
@@ -754,7 +754,7 @@ def _encode_rows(
     return report | result
 
 def _check_shared(part: tuple[int, int], tokenizer):
-    "Raise `UserError` if parts of a corpus would each have a tokenizer, or a DVAE, of their own."
+    "Raise `UserError` if parts of a corpus would each train a tokenizer or DVAE."
     if part[1] > 1 and not tokenizer:
         raise UserError('`shard` {}/{}: all parts must share one DVAE and one tokenizer; learn them once, '
                         'by xtts-nb prepare on a sample of the corpus, and give its folder as '
@@ -763,29 +763,29 @@ def _check_shared(part: tuple[int, int], tokenizer):
 # %% ../../nbs/data/prepare.ipynb #1894243c
 def encode_corpus(
     corpus: str | Path,
-    out: str | Path,               # the cache's folder; an older cache there is reused as far as possible
+    out: str | Path,               # cache folder; reuses an older cache there as far as possible
     config: XTTSConfig,
-    dvae,                          # of `_encode_rows`
-    tokenizer: Tokenizer | None = None,   # default: learned from the texts of the corpus
-    language: str = 'en',          # default of rows
+    dvae,                          # as in `_encode_rows`
+    tokenizer: Tokenizer | None = None,   # default: trained on the corpus's texts
+    language: str = 'en',          # row default
     layout: str | None = None,     # default: detected
     shard_clips: int = 512,
-    part: tuple[int, int] = (1, 1),   # (I, N): make every Nth shard from the Ith, to be merged
-    workers: int | None = 0,       # processes; 0: only this one; None: one for each core, from 4,096 clips on
+    part: tuple[int, int] = (1, 1),   # (I, N): make every Nth shard from the Ith, to merge later
+    workers: int | None = 0,       # processes; 0: this one; None: one per core from 4,096 clips
     progress=None,                 # called with (done, total)
-) -> dict:   # the report, `mode`, arrays `made` per kind, whether the cache was `up_to_date`
-    "Turn a corpus into a cache; raises `UserError` if no usable cache is possible."
+) -> dict:   # report, `mode`, arrays `made` per kind, `up_to_date`
+    "Prepare a corpus as a cache; raises `UserError` if no usable cache can result."
     with open_corpus(corpus, out, config, language, layout, shard_clips, part) as rows:
         return _encode_rows(rows, dvae, tokenizer, workers, progress)
 
 # %% ../../nbs/data/prepare.ipynb #0be531b2
 def lesson_cache(
-    folder: str | Path,   # gets the folders `corpus` and `cache`
+    folder: str | Path,   # receives folders `corpus` and `cache`
     config: XTTSConfig,
-    dvae=None,            # of `encode_corpus`; default: `Loudness`
-    clips: int = 8,       # for each of two voices
+    dvae=None,            # as in `encode_corpus`; default: `Loudness`
+    clips: int = 8,       # per voice, of two
 ) -> Cache:
-    "A cache of synthetic voices; needs no trained weights."
+    "A cache of synthetic voices, without trained weights."
     corpus, out = synthetic_corpus(Path(folder) / 'corpus', clips), Path(folder) / 'cache'
     encode_corpus(corpus, out, config, dvae or Loudness())
     return Cache(out)

@@ -21,11 +21,11 @@ from ..files import atomic_folder, fingerprint, inside
 def verify_and_fix_cache(
     folder: str | Path,
     fix: bool = False,
-    source: str | Path | None = None,   # the corpus, if it has moved
-    load: Callable | None = None,       # (path, config) -> the DVAE saved there; `fix` needs it
+    source: str | Path | None = None,   # the corpus, if moved
+    load: Callable | None = None,       # (path, config) -> DVAE, for `fix`
     progress=None,                      # called with (done, total) clips
 ) -> dict:                              # checked, bad, fixed, failed, problems
-    "Check every byte of a cache; with `fix`, make damaged parts again from the corpus."
+    "Check every byte of a cache; with `fix`, rebuild damaged parts from the corpus."
     if fix and not load: raise ValueError('verify_and_fix_cache: fix=True needs load, which reads the DVAE.')
     folder = Path(folder)
     checked, problems = verify_cache(folder, progress)
@@ -41,10 +41,10 @@ def verify_and_fix_cache(
             'failed': len(problems) - fixed if fix else 0, 'problems': problems}
 
 # %% ../../nbs/data/repair.ipynb #534148cf
-_FOLLOWS = {'index.safetensors', 'report.json', 'report.txt'}   # files that follow from shards and table
+_FOLLOWS = {'index.safetensors', 'report.json', 'report.txt'}   # files derived from shards and table
 
 def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
-    "Remove leftovers, and make a damaged cache again in its place; the reason for each file that stays so."
+    "Remove leftovers and rebuild a damaged cache in place; returns reasons for files not repaired."
     names, reasons = {p['file'] for p in problems}, {}
     bad = {p['file'] for p in problems if p['problem'] != 'belongs to nothing'}
     try: manifest = read_manifest(folder)
@@ -53,7 +53,7 @@ def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
         for name in names - bad:
             try: _remove(folder, name)
             except UserError as e: reasons[name] = str(e)
-        if bad and bad <= _FOLLOWS:   # needs neither the corpus nor the DVAE
+        if bad and bad <= _FOLLOWS:   # needs no corpus or DVAE
             with atomic_folder(folder, check_is_cache) as made:
                 _salvage(folder, manifest, made, folder)
     if bad <= _FOLLOWS: return reasons
@@ -62,13 +62,13 @@ def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
     return reasons
 
 def _remove(folder: Path, name: str):
-    "Remove a file that belongs to nothing, if its name is one that this library writes."
+    "Remove an orphaned file, if this library writes such names."
     if not _own_name(name): raise UserError(f'{name}: is not ours; move it away.')
     inside(folder, name).unlink()
 
 # %% ../../nbs/data/repair.ipynb #7ed84b42
 def _prepare_again(folder: Path, manifest: dict, bad: set[str], source, load):
-    "Prepare a cache again in its place, with its own settings; `UserError` if that would be another cache."
+    "Rebuild a cache in place with its own settings; `UserError` if the result would differ."
     of = manifest['source']
     corpus = Path(source or of['corpus'])
     for name, what in (('config.yaml', 'settings'), ('dvae.safetensors', 'DVAE')):
@@ -83,7 +83,7 @@ def _prepare_again(folder: Path, manifest: dict, bad: set[str], source, load):
                       accept=lambda made: _refuse_changes(folder, manifest, made, corpus))
 
 def _same_tokenizer(folder: Path, manifest: dict, corpus: Path, config: XTTSConfig) -> Tokenizer:
-    "The tokenizer of a cache; a damaged one is learned again, if it was learned from this corpus."
+    "A cache's tokenizer; retrains a damaged one if it came from this corpus."
     path, of = folder / 'tokenizer.json', manifest['source']
     sha = manifest['files'][path.name]['sha']
     if path.is_file() and file_sha(path) == sha: return Tokenizer.load(path)
@@ -96,7 +96,7 @@ def _same_tokenizer(folder: Path, manifest: dict, corpus: Path, config: XTTSConf
 
 # %% ../../nbs/data/repair.ipynb #6e4052e3
 def _refuse_changes(folder: Path, manifest: dict, made: Path, corpus: Path):
-    "Raise `UserError` if a cache comes out differently now, other than by roundings."
+    "Raise `UserError` if the rebuilt cache differs by more than rounding."
     now = Cache(made, in_memory=False)
     if now.manifest['key'] == manifest['key']: return
     left_out = lambda facts: [*facts['unread'], *(d for line in facts['shards'] for d in line['dropped'])]

@@ -14,17 +14,17 @@ from itertools import chain, pairwise
 from .text import _ABBREVIATIONS, _RULES
 
 # %% ../../nbs/data/sentences.ipynb #b7806c22
-PARAGRAPH, _SENTENCE, _CLAUSE, SPACE = range(4)   # ranks of a place where a text may be divided
+PARAGRAPH, _SENTENCE, _CLAUSE, SPACE = range(4)   # ranks of break points
 _PAUSES = {'…': 0.5, '.!?。！？｡।॥؟۔': 0.35, ';:；：؛': 0.25, ',，、،—–': 0.15}   # seconds after these marks
 _PARAGRAPH_PAUSE = 0.7
 _PAUSE_OF = {mark: seconds for marks, seconds in _PAUSES.items() for mark in marks}
-_CLOSED = '。！？｡।॥؟۔', '，、；：—–،؛'   # marks that end a sentence, or a clause, without a space after them
+_CLOSED = '。！？｡।॥؟۔', '，、；：—–،؛'   # marks that end a sentence or clause without a following space
 _CLOSERS = '])}"\'”’»›」』）】〉》'
 _PLACE = re.compile(rf'(?:[{re.escape("".join(_PAUSE_OF))}]+[{re.escape(_CLOSERS)}]*\s*)+|\s+')
 
 # %% ../../nbs/data/sentences.ipynb #c026d7a1
 _LATIN = 'mr mrs ms dr prof st vs|no nos vol p pp fig tel ver'   # in Chinese, Japanese and Korean
-_FORMS = {   # behind |: in front of a number only
+_FORMS = {   # after |: only before a number
     'en': 'mr mrs ms mx messrs dr drs prof gen col capt cpt lt sgt maj cmdr rev hon pres gov sen rep '
           'supt mt st ft vs cf viz approx ca e.g eg i.e ie u.s u.k ave blvd rd|no nos fig figs vol vols '
           'p pp ch chap sec sect art eq ref tel ext pt par ver jan feb mar apr jun jul aug sep sept oct '
@@ -65,30 +65,30 @@ _FORMS = {   # behind |: in front of a number only
     'hi': 'डॉ पं प्रो कु इं कै ई.पू वि.सं|नं क्र पृ सं मो रु',
     'fa': 'د ق.م ه.ش ه.ق ر.ک پ.ن|ص صص ج ش ت ط',
     'zh': _LATIN, 'ja': _LATIN, 'ko': _LATIN}
-_SHORT_FORMS = {language: tuple(part.split() for part in forms.split('|'))   # that never end a sentence;
-                for language, forms in _FORMS.items()}                      # that do, but not before a number
+_SHORT_FORMS = {language: tuple(part.split() for part in forms.split('|'))   # never end a sentence;
+                for language, forms in _FORMS.items()}                      # do, but not before a number
 for language, forms in _ABBREVIATIONS.items(): _SHORT_FORMS[language][0].extend(forms)
 
 # %% ../../nbs/data/sentences.ipynb #c234aa52
 _SYLLABLES = re.compile('.*[\u3000-\u9fff\uac00-\ud7af\uff00-\uffef]')   # no space before a Latin word
 _NUMBER = re.compile(r'[#№]?\d|(?:[IVXLC]{2,}|[VX])\b')
 _ROMAN = re.compile(r'[IVXLC]{2,}')
-_CLOSE = {'a.m', 'p.m', 'т.д', 'т.п'}   # as `etc.`
+_CLOSE = {'a.m', 'p.m', 'т.д', 'т.п'}   # like `etc.`
 
 @cache
-def _short_forms(language: str) -> tuple[set, set, set]:   # empty: of all languages
-    "The abbreviations that no sentence ends after, their first parts, and those before numbers."
+def _short_forms(language: str) -> tuple[set, set, set]:   # empty: all languages
+    "Abbreviations that never end a sentence, their first parts, and those before numbers."
     rows = [_SHORT_FORMS[language]] if language in _SHORT_FORMS else _SHORT_FORMS.values()
     always, numbers = ({*chain(*each)} for each in zip(*rows))
     parts = {'.'.join(form.split('.')[:n]) for form in always for n in range(2, form.count('.') + 2)}
     return always, parts, numbers
 
 def _abbreviated(
-    before: str,      # the last characters in front of a full stop
-    following: str,   # the first ones of the next word
+    before: str,      # last characters before a full stop
+    following: str,   # first characters of the next word
     language: str,
 ) -> bool:
-    "Whether a word is abbreviated by its full stop, or is the number of an ordinal."
+    "Whether a full stop marks an abbreviation or an ordinal."
     near = re.sub(r'\.\s+', '.', before)   # `z. B.` as `z.B.`
     word = _SYLLABLES.sub('', re.search(r'\S*$', near)[0])
     places = [0, *(m.end() for m in re.finditer(r'[^\wऀ-ॣ]', word))]
@@ -110,11 +110,11 @@ def _abbreviated(
 # %% ../../nbs/data/sentences.ipynb #6a98ea4b
 def _ends_sentence(
     text: str,
-    start: int,      # of the punctuation
-    end: int,        # after it and the spaces after it
-    language: str,   # empty: the abbreviations of all languages hold
+    start: int,      # start of the punctuation
+    end: int,        # end of it and following spaces
+    language: str,   # empty: all languages' abbreviations
 ) -> bool:
-    "Whether a run with one of the marks . ! ? or … ends a sentence."
+    "Whether a run that contains . ! ? or … ends a sentence."
     mark, following = text[start:end], text[end:end + 1]
     if set(mark) & set(_CLOSED[0]): return True
     if not (mark[-1].isspace() or following == '') or following.islower(): return False
@@ -128,7 +128,7 @@ _STICKY = re.compile('[\u200c\u200d\u1160-\u11ff\U0001f3fb-\U0001f3ff\udc00-\udf
 _FLAG = re.compile('[\U0001f1e6-\U0001f1ff]')
 
 def separable(text: str, i: int) -> bool:
-    "Whether the text may be divided before character `i` without breaking a combined character."
+    "Whether a split before character `i` keeps combined characters intact."
     if _STICKY.match(text[i]) or unicodedata.category(text[i])[0] == 'M': return False
     before = text[i - 1]
     if before == '\u200d' or unicodedata.combining(before) == 9 and text[i].isalpha(): return False   # virama
@@ -136,7 +136,7 @@ def separable(text: str, i: int) -> bool:
 
 # %% ../../nbs/data/sentences.ipynb #8b8b732d
 def break_places(text: str, language: str) -> tuple[list[int], dict[int, tuple[int, float]]]:
-    "Where the text may be divided, in order, and rank and pause of each place."
+    "Break points of a text, in order, with rank and pause of each."
     found = {}
     for match in _PLACE.finditer(text):
         start, end = match.span()
@@ -149,18 +149,18 @@ def break_places(text: str, language: str) -> tuple[list[int], dict[int, tuple[i
         elif mark not in ('', '.') and (spaced or set(mark) & set(_CLOSED[1])):
             found[end] = _CLAUSE, min(next(_PAUSE_OF[c] for c in reversed(mark) if c in _PAUSE_OF), 0.25)
         elif spaced: found[end] = SPACE, 0.
-    found.pop(len(text) - len(text.lstrip()), None)   # spaces in front divide nothing
+    found.pop(len(text) - len(text.lstrip()), None)   # not after leading spaces
     return list(found), found
 
 # %% ../../nbs/data/sentences.ipynb #61f4bda0
 def sentences(
     text: str,
     language: str = '',   # a code such as en or zh-cn; empty: unknown
-) -> list[str]:           # together they are the text
-    "The sentences of a text, spaces after them included."
+) -> list[str]:           # concatenated: the text
+    "The sentences of a text, with trailing spaces."
     return [text[start:end] for start, end in _sentences(text, *break_places(text, language.split('-')[0]))]
 
 def _sentences(text: str, places: list[int], found: dict) -> list[tuple[int, int]]:
-    "Start and end of each sentence, spaces after it included."
+    "Start and end of each sentence, with trailing spaces."
     ends = [0, *(i for i in places if found[i][0] <= _SENTENCE and i < len(text)), len(text)]
     return list(pairwise(ends))

@@ -34,14 +34,14 @@ _COINS, _CODES = ''.join(_MONEY), 'USD|EUR|GBP|JPY|CHF|CAD|AUD|INR|CNY'   # EUR 
 _S_IS_A_WORD = 'cs', 'sk', 'sl', 'hr', 'sr', 'bs', 'hu'
 
 @cache
-def _locale(language: str):   # none where CLDR lacks the language
+def _locale(language: str):   # None if CLDR lacks the language
     from babel import Locale, UnknownLocaleError
     try: return Locale.parse(language)
     except (UnknownLocaleError, ValueError): return None
 
 @cache
 def _symbols(language: str) -> tuple[dict[str, str], re.Pattern]:
-    "Symbol -> unit of CLDR, and the pattern of a number with one of them, or two as in `km/h`."
+    "Symbol -> CLDR unit, and the pattern of a number with one, or two as in `km/h`."
     from babel.units import format_unit
     short = lambda unit: _tidy(format_unit(5, unit, 'short', locale=language)).strip('5 .')
     units = {short(unit): unit for unit in _UNITS.values() if len(short(unit)) > 1} | _UNITS
@@ -55,7 +55,7 @@ def _symbols(language: str) -> tuple[dict[str, str], re.Pattern]:
         rf"(?![\w'’/°²³^]|-\w| ?[{_COINS}]| (?:{_CODES})\b)(?P<dot>\.(?=[,;:)]| \w))?")
 
 # %% ../../nbs/data/spoken.ipynb #5f070007
-_ONE = {   # with masculine nouns, with feminine ones, and the first word of those
+_ONE = {   # masculine, feminine, pattern of feminine nouns
     'de': ('ein', 'eine', 'e$'), 'fr': ('un', 'une', '(?:tonne|seconde|minute|heure|calorie)s?$'),
     'es': ('un', 'una', 'as?$'), 'it': ('un', 'una', 'a$'), 'pt': ('um', 'uma', '(?<!gram)as?$')}
 
@@ -70,11 +70,11 @@ def _agreed(words: str, language: str) -> str:
 
 @lru_cache(4096)
 def _measure(digits: str, symbol: str, per: str | None, language: str) -> str:
-    "A number with its unit in words, and the unit that it is divided by; empty where CLDR lacks a name."
+    "A number and its unit, perhaps per another unit, in words; empty if CLDR lacks a name."
     from babel.units import format_compound_unit, format_unit
     form, units = dict(format='0.#########', locale=language), _symbols(language)[0]
     unit, per = units[symbol], units.get(per)
-    if (unit, per) == ('length-meter', 'duration-hour'): return ''   # Babel takes it for km/h
+    if (unit, per) == ('length-meter', 'duration-hour'): return ''   # Babel reads it as km/h
     try:
         value = Decimal(_grouped(digits, language).replace(',', '.'))
         if value != round(value, 9): return ''
@@ -109,7 +109,7 @@ _SHORT_DATES = {'it': ('^1 ', 'primo '), 'pt': ('^1 ', 'primeiro '), 'ru': (r'г
 _GERMAN = dict.fromkeys('am vom zum beim dem den des ab bis seit nach vor'.split(), 'n') | {'der': ''}
 
 def _before(m: re.Match) -> str:
-    "The word in front of a match, in lower case."
+    "The word before a match, in lower case."
     found = re.search(r'([^\W\d_]+) *$', m.string[max(0, m.start() - 20):m.start()])
     return found[1].lower() if found else ''
 
@@ -130,7 +130,7 @@ def _year(year: int, language: str) -> str:
     return _number_words(year, language, to='year') if language in ('en', 'de', 'nl') else str(year)
 
 def _day_words(day: int, month: int, year: int | None, language: str, before: str, day_first: bool) -> str:
-    "A day in English, German or Persian."
+    "A date in English, German or Persian words."
     months = _JALALI if language == 'fa' and year < 1500 else _months(language)
     day, month, year = _ordinal(day, language, before), months[month - 1], year and _year(year, language)
     if language != 'en': return f'{day} {month} {year or ""}'.strip()
@@ -228,7 +228,7 @@ _CALLED = re.compile(r'''(?<!\w)((?:tel|tél|fax|phone|telefon\w*|téléphone|te
     |(?<![\w.,:/+-])(0[0-9]{2,4}\ ?/\ ?[0-9]{4,}(?:[ -][0-9]+)*)(?![\w/-])''', re.I | re.X)
 
 def _group(digits: str, language: str) -> str:
-    "A group of digits of a telephone number."
+    "A group of telephone digits in words."
     value = digits.lstrip('0')
     if language == 'fa' and len(digits) == 4 == len(value):
         return ' '.join(_group(pair, 'fa') for pair in (digits[:2], digits[2:]))
@@ -238,15 +238,15 @@ def _group(digits: str, language: str) -> str:
     return _one_by_one(digits, language)
 
 def _parts_of(digits: str, language: str) -> list[str]:
-    "The digits of a telephone number without spaces, in parts."
-    if language == 'fa' and len(digits) == 11: return [digits[:4], digits[4:7], digits[7:]]   # a mobile one
+    "Split an unspaced telephone number into groups."
+    if language == 'fa' and len(digits) == 11: return [digits[:4], digits[4:7], digits[7:]]   # mobile
     size = {'fr': 2, 'fa': 4}.get(language, 3)
     most = 2 if language == 'fr' and len(digits) > 4 else 4
     if len(digits) <= most: return [digits]
     return [digits[:size], *_parts_of(digits[size:], language)] if size > 2 else re.findall('..?', digits)
 
 def _telephone(number: str, language: str) -> str:
-    "A telephone number in groups of at most four digits; other numbers as they are."
+    "A telephone number in groups of at most four digits; other numbers unchanged."
     if not 6 <= sum(map(str.isdigit, number)) <= 20: return number
     groups = []
     for digits in re.findall('[0-9]+', number.replace('(0)', ' ' if '+' in number else '0')):
@@ -299,8 +299,8 @@ def _say_addresses(text: str, language: str) -> str:
 def spoken_form(
     text: str,       # without Markdown
     language: str,   # a code such as en or zh-cn
-) -> str:            # the same text if it has nothing to change
-    "A text with its units, dates, times, telephone numbers and addresses as people say them."
+) -> str:            # unchanged if there is nothing to replace
+    "A text with units, dates, times, telephone numbers and addresses in spoken form."
     if not re.search(r'\d|@|\w\.\w', text): return text
     language = fold_language(language).split('-')[0]
     plain = _plain_digits(_tidy(_THIN_SPACES.sub('', text)))

@@ -27,18 +27,18 @@ from ..config import UserError
 from ..files import atomic_file, check_arrived
 
 # %% ../../nbs/data/text.ipynb #7356c0e2
-_LONG_CODES = dict(pair.split('=') for pair in (   # where a language has a shorter one
+_LONG_CODES = dict(pair.split('=') for pair in (   # with shorter equivalents
     'eng=en spa=es fra=fr fre=fr deu=de ger=de ita=it por=pt pol=pl tur=tr rus=ru nld=nl dut=nl '
     'ces=cs cze=cs ara=ar zho=zh chi=zh cmn=zh jpn=ja hun=hu kor=ko hin=hi fas=fa per=fa pes=fa '
     'ukr=uk swe=sv nor=no nob=nb nno=nn dan=da fin=fi ell=el gre=el heb=he ron=ro rum=ro vie=vi '
     'tha=th ind=id msa=ms may=ms urd=ur ben=bn tam=ta tel=te mar=mr pan=pa kur=ku cat=ca eus=eu '
     'baq=eu glg=gl bul=bg hrv=hr srp=sr slk=sk slo=sk slv=sl est=et lav=lv lit=lt aze=az kaz=kk '
     'uzb=uz hye=hy arm=hy kat=ka geo=ka swa=sw afr=af isl=is ice=is').split())
-_LANGUAGE_CODE = re.compile(   # en, kab, zh-cn; not eng or zh-hk, which `fold_language` writes in one way
+_LANGUAGE_CODE = re.compile(   # en, kab, zh-cn; not eng or zh-hk, see `fold_language`
     rf'(?!(?:{"|".join(_LONG_CODES)}|zh-(?!cn))\b)[a-z]{{2,3}}(-[a-z0-9]{{2,4}})?')
 
 def fold_language(code: str) -> str:
-    "The language of a code: en-US and eng are en; Chinese is zh-cn, as XTTS writes it, but zh-HK is yue."
+    "Base language of a code: en-US and eng -> en; Chinese -> zh-cn as in XTTS, but zh-HK -> yue."
     language, *parts = re.split('[-_]', code.strip().lower())
     language = _LONG_CODES.get(language, language)
     if language != 'zh': return language
@@ -47,36 +47,36 @@ def fold_language(code: str) -> str:
 # %% ../../nbs/data/text.ipynb #12d39c27
 _HALF_SPACE = '\u200c'
 _ENTITY = re.compile(r'&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z]{2,31}[0-9]{0,2});')
-_ARABIC = '\u0620-\u065f\u066e-\u06d3\u06fa-\u06ff'   # letters and the marks on them
+_ARABIC = '\u0620-\u065f\u066e-\u06d3\u06fa-\u06ff'   # letters and diacritics
 _STRAY = re.compile(rf'(?<![{_ARABIC}]){_HALF_SPACE}+|{_HALF_SPACE}+(?![{_HALF_SPACE}{_ARABIC}])'
                     rf'|(?<={_HALF_SPACE}){_HALF_SPACE}+')
 _FORMS = {'\u200b': _HALF_SPACE, '٪': '%', 'ª': 'ª', 'º': 'º', '\u20e3': ' ', '\u034f': ''} | dict(
-    zip('％＄＆＃＠＋－．／⁄', '%$&#@+-.//'))   # ⃣ is the frame of a key
+    zip('％＄＆＃＠＋－．／⁄', '%$&#@+-.//'))   # ⃣ frames a key
 
 @cache
 def _one_form(c: str) -> str:
-    "A character by itself, in the form that has its sound."
+    "A single character in its plain form."
     if c in _FORMS: return _FORMS[c]
     kind = unicodedata.category(c)
     if kind == 'Zs': return ' '
-    if kind == 'Cs': return ''   # half of a character
+    if kind == 'Cs': return ''   # lone surrogate
     variant = '\ufe00' <= c <= '\ufe0f' or '\U000e0100' <= c <= '\U000e01ef'
     if kind == 'Cf' or variant: return _HALF_SPACE * (c == _HALF_SPACE)
-    letter = kind[0] == 'L' and not '\u3131' <= c <= '\u318e'   # these Korean ones would join to syllables
+    letter = kind[0] == 'L' and not '\u3131' <= c <= '\u318e'   # those would compose to syllables
     plain = unicodedata.normalize('NFKC', c)
     if '①' <= c <= '⓿': return f' {plain} ' if plain.isdigit() else plain
     if '\u3380' <= c <= '\u33dd': return plain.translate({ord('2'): '²', ord('3'): '³'})   # m² in one
     return plain if letter or kind == 'Nl' or c in '℃℉' or '\u3200' <= c <= '\u33ff' else c
 
 def _tidy(text: str) -> str:
-    "The same text composed, and without characters that have no sound."
+    "The text in composed form, without silent characters."
     text = _ENTITY.sub(lambda m: html.unescape(m[0]), text)
     if text.isascii(): return text
     text = unicodedata.normalize('NFC', ''.join(map(_one_form, unicodedata.normalize('NFC', text))))
     return _STRAY.sub('', text.replace('ه\u0654', 'ۀ'))
 
 def _plain_digits(text: str) -> str:
-    "`text` with the digits of all scripts as 0 to 9, and Arabic marks in numbers as point and comma."
+    "`text` with all scripts' digits as 0 to 9, and Arabic number marks as point and comma."
     if text.isascii(): return text
     text = re.sub(r'(?<=\d)[٫٬](?=\d)', lambda m: '.,'[m[0] == '٬'], text)
     return re.sub(r'\d', lambda m: str(unicodedata.decimal(m[0])), text)
@@ -84,12 +84,12 @@ def _plain_digits(text: str) -> str:
 # %% ../../nbs/data/text.ipynb #092af5d0
 @dataclass(frozen=True)
 class _Rules:
-    "How one language writes numbers."
+    "Number rules of a language."
     ordinal: str = ''          # pattern after the digits of an ordinal; empty: no ordinals
-    cents: str = ', '          # before the cents; the words are cut there if there are no cents
+    cents: str = ', '          # separator before cents; without cents the words are cut there
     group: str = '.'           # pattern between groups of three digits; a dot matches any mark
     decimals: bool = True      # a point or comma between digits is a decimal point
-    point: str = ''            # the word for it if num2words fails on a decimal
+    point: str = ''            # word for it if num2words fails on a decimal
 
 _RULES = {
     'en': _Rules('st|nd|rd|th', group=','), 'es': _Rules('º|ª|er|o|a', ' con '),
@@ -118,12 +118,11 @@ def _hindi_words(n: int) -> str:
     return f'{head} {_hindi_words(n % unit)}' if n % unit else head
 
 # %% ../../nbs/data/text.ipynb #dd440c63
-# what `num2words` raises for numbers that it does not support
 _UNSUPPORTED = (
     NotImplementedError, LookupError, ArithmeticError, ValueError, TypeError, AttributeError)
 
 def needs(package: str):
-    "Import a package; raises `UserError` that names its extra if it is missing."
+    "Import a package; raises `UserError` with its extra if it is missing."
     try: return __import__(package)
     except ImportError:
         raise UserError(f'This text needs the package {package}; '
@@ -132,15 +131,15 @@ def needs(package: str):
 def _number_words(
     value: int | float,
     language: str,      # two letters, or three
-    **options,          # of `num2words`: to='ordinal', to='currency' with currency='EUR'
+    **options,          # for `num2words`: to='ordinal', to='currency' with currency='EUR'
 ) -> str:
     "A number in words; raises one of `_UNSUPPORTED` for an unsupported form or language."
     if language in ('hi', 'fa', 'zh', 'yue') and (options or value != int(value)): raise NotImplementedError
     if language in ('zh', 'yue'): return _chinese_number(str(int(value)))
     if language == 'hi': return _hindi_words(int(value))
-    if language == 'fa' and value >= 10**15: raise NotImplementedError   # `num2words` says '' for 10**18
+    if language == 'fa' and value >= 10**15: raise NotImplementedError   # num2words: '' for 10**18
     library, code = needs('num2words'), {'kk': 'kz', 'nb': 'no', 'nn': 'no'}.get(language, language)
-    if code not in library.CONVERTER_CLASSES: raise NotImplementedError   # it would read fil as fi
+    if code not in library.CONVERTER_CLASSES: raise NotImplementedError   # else fil is read as fi
     return library.num2words(value, lang=code, **options)
 
 # %% ../../nbs/data/text.ipynb #f544bc5e
@@ -167,12 +166,12 @@ def _decimal_words(digits: str, language: str) -> str:
                          *([_RULES[language].point, *digits] if digits else [])])
 
 def _ordinal_words(digits: str, mark: str, language: str, last: bool = False) -> str:
-    "The ordinal of a number, else the number with its mark (a dot only if it is the `last`)."
+    "A number's ordinal, else the number with its mark (a dot only if `last`)."
     try: return _number_words(int(digits), language, to='ordinal')
     except _UNSUPPORTED: return _whole_words(digits, language) + (mark if last or mark != '.' else '')
 
 def _whole_words(digits: str, language: str) -> str:
-    "A whole number in words; one that is too large is read digit by digit."
+    "An integer in words, digit by digit if too large."
     try: return _number_words(int(digits), language)
     except _UNSUPPORTED: return ' '.join(_number_words(int(d), language) for d in digits)
 
@@ -189,7 +188,7 @@ def _spell_numbers(
         for sign in _CURRENCIES:
             words = lambda m, sign=sign: _money_words(m[1] or m[2], sign, language)
             text = re.sub(rf'\{sign}({number})|({number})\{sign}', words, text)
-    except _UNSUPPORTED: pass   # as in training, this sign and later ones are read as symbols
+    except _UNSUPPORTED: pass   # as in training: this sign and later ones are symbols
     if rules.decimals: text = re.sub(r'[0-9]+[.,][0-9]+', lambda m: _decimal_words(m[0], language), text)
     if rules.ordinal:
         words = lambda m: _ordinal_words(m[1], m[2], language, last=m.end() == len(text))
@@ -205,7 +204,7 @@ _MEASURES = ('个只本位名条张件辆匹头天岁斤里厘钱口家户座层
 def one_by_one(digits: str) -> str: return ''.join(_DIGITS[int(d)] for d in digits)
 
 def _chinese_group(digits: str, after_zero: bool) -> str:
-    "Four digits in words; zeros between other digits give one 零."
+    "Four digits in words; inner zeros give one 零."
     words = ''
     for i, d in zip((3, 2, 1, 0), digits):
         two = d == '2' and i > 1 and not words.endswith('零') and (words or not after_zero)
@@ -233,7 +232,7 @@ _CHINESE = [   # (pattern, replacement), in this order
     (r'(?<![0-9])((?:19|20)[0-9]{2}|[089][0-9])(?=年)', lambda m: one_by_one(m[0])),
     (r'(?<![0-9])[0-9]{1,2}(?=月)|[0-9]+(?:\.[0-9]+)?(?=[百千万亿元块角分])',
      lambda m: _chinese_number(m[0])),
-    (r'(?<![0-9])\+?((?:86)?1[3-8][0-9]{9}|(?:0[0-9]{2,3}-)?[1-9][0-9]{6,7})(?![0-9])',   # telephones
+    (r'(?<![0-9])\+?((?:86)?1[3-8][0-9]{9}|(?:0[0-9]{2,3}-)?[1-9][0-9]{6,7})(?![0-9])',   # telephone
      lambda m: one_by_one(m[1].replace('-', ''))),
     (r'([0-9]+)/([0-9]+)', lambda m: f'{_chinese_number(m[2])}分之{_chinese_number(m[1])}'),
     (r'([0-9]+(?:\.[0-9]+)?)%', lambda m: f'百分之{_chinese_number(m[1])}'),
@@ -262,7 +261,7 @@ def _spell_persian(text: str) -> str:
     return text
 
 def _persian_decimal(m: re.Match) -> str:
-    "A decimal: zeros after the point one by one, then one number; a point without digits is kept."
+    "A decimal: leading zeros one by one, then one number; keeps a point without digits."
     if not m[2] and not m[3]: return m[0]
     return ' '.join([m[1], 'ممیز', *('صفر' for _ in m[2]), *([m[3]] if m[3] else [])])
 
@@ -319,12 +318,12 @@ _SIGNS = {language: dict(zip('−+€²³', words.split('|'))) for language, wor
     'hu': 'mínusz|plusz|euró|a négyzeten|a köbön', 'ko': '마이너스|플러스|유로|제곱|세제곱',
     'hi': 'माइनस|प्लस|यूरो|वर्ग|घन', 'zh': '负|加|欧元|平方|立方', 'ja': 'マイナス|プラス|ユーロ|二乗|三乗',
     'fa': 'منفی|به‌علاوه|یورو|به توان دو|به توان سه'}.items()}
-# where num2words reads a decimal as something else, and where 1,234 is one number
+# languages whose decimals num2words misreads; languages with 1,234 as one number
 _POINTS = {'tr': 'virgül', 'ar': 'فاصلة', 'hi': 'दशमलव', 'vi': 'phẩy'}
 _COMMA_GROUPS = {'en', 'ko', 'ja', 'zh', 'hi', 'ar', 'fa', 'he', 'th', 'ur', 'bn', 'yue', 'fil'}
 _NO_SPACES = 'zh', 'yue', 'ja', 'ko'
 _MONEY = _CURRENCIES | {'¥': 'JPY', '₹': 'INR', '₽': 'RUB', '₺': 'TRY', '₩': 'KRW'}
-_NO_MONEY = 'ar', 'hu'   # num2words says any amount in riyals, and in English
+_NO_MONEY = 'ar', 'hu'   # num2words uses riyals, or English
 _SCALE = (r'(?:[mb]|tr)il(?:li?[oóa][nr]|ion|iard|h[ãõ]|j[oa]|y[oa])\w*|thousand|mio\.?|mrd\.?|mln|mld'
           r'|млн\.?|млрд\.?|милли\w+|тыс\w*')
 _SHORT_SCALE = dict(pair.split('=') for pair in (   # in English
@@ -336,7 +335,7 @@ _TELEPHONE = re.compile(r'''(?<![\w.,:/+-])(?<![0-9]\ )(?:
     | \(0[0-9]+\)(?:[ -]?[0-9]{2,})+)(?![\w-]|[.,:/][0-9])''', re.X)
 
 def _one_by_one(digits: str, language: str) -> str:
-    "The words of the digits among some characters; the characters as they are if the language has none."
+    "Digits in words one by one; unchanged if the language has none."
     try: words = {d: _number_words(int(d), language) for d in {*digits} if d.isdecimal()}
     except _UNSUPPORTED: return digits
     words = [words[d] for d in digits if d in words]
@@ -349,7 +348,7 @@ _BYTE = '(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])'
 _ADDRESS_OF_IP = re.compile(rf'(?<![0-9.]){_BYTE}(?:\.{_BYTE}){{3}}(?!\.?[0-9])')
 
 def _grouped(text: str, language: str) -> str:
-    "The marks between thousands removed, those of other languages too where they can be nothing else."
+    "Remove thousands separators, other languages' too if unambiguous."
     def joined(marks, must=''):
         def join(m):
             whole = re.sub(f'[{marks}]', '', m[0])
@@ -366,15 +365,15 @@ def _grouped(text: str, language: str) -> str:
         text = re.sub(f'{groups}{"+" if own else "{2,}"}(?![0-9]|[{mark}][0-9])', joined(mark), text)
     text = re.sub(f"{first}(?:['’][0-9]{{3}})+{ends}", joined("'’"), text)   # Swiss
     text = re.sub("(?<=[0-9])['’′](?=[0-9])", ' ', text)   # feet and inches
-    sure = ' 0' if language in _COMMA_GROUPS | {'tr'} else ''   # there 5 200 may be two numbers
+    sure = ' 0' if language in _COMMA_GROUPS | {'tr'} else ''   # 5 200 may be two numbers there
     return re.sub(f'(?<!\\+)(?<![0-9] ){first}(?: [0-9]{{3}})+(?! ?[0-9])', joined(' ', sure), text)
 
 def _short_runs(text: str, language: str) -> str:
-    "Very long numbers digit by digit: the patterns would take time squared."
+    "Very long numbers digit by digit, since the patterns take quadratic time."
     return re.sub('[0-9]{40,}', lambda m: f' {_one_by_one(m[0], language)} ', text)
 
 def _whole_numbers(text: str, language: str) -> str:
-    "Telephone numbers digit by digit, fractions as decimals, and the marks between thousands removed."
+    "Telephone numbers digit by digit, fractions as decimals, no thousands separators."
     text, point = _short_runs(text, language), '.' if language in _COMMA_GROUPS else ','
     part = lambda c: f'{unicodedata.numeric(c):.3f}'[2:].rstrip('0')
     fraction = lambda m: (m[1] or '0').strip() + point + part(m[2])
@@ -385,7 +384,7 @@ def _whole_numbers(text: str, language: str) -> str:
     text = re.sub(r'(?<=[\w)])[⁺⁻]?[²³⁰¹⁴-⁹₀-₉]+', power, text)
     text = re.sub('[²³⁰¹⁴-⁹₀-₉]+', lambda m: unicodedata.normalize('NFKC', m[0]), text)
     text = _short_runs(_grouped(text, language), language)
-    short = r'\+[0-9][0-9 ()-]{6,}[0-9]|(?<![0-9.,])0[0-9]{2,}(?![0-9-]|[.,][0-9])'   # Chinese has the others
+    short = r'\+[0-9][0-9 ()-]{6,}[0-9]|(?<![0-9.,])0[0-9]{2,}(?![0-9-]|[.,][0-9])'   # others: Chinese
     telephone = re.compile(short) if language in ('zh', 'yue') else _TELEPHONE
     text = telephone.sub(lambda m: _one_by_one(m[0], language), text)
     if language in _NO_SPACES: return text
@@ -396,14 +395,14 @@ def _whole_numbers(text: str, language: str) -> str:
 
 # %% ../../nbs/data/text.ipynb #82cfd8c9
 def _minus(language: str) -> str:
-    "The word in front of a negative number; empty if nobody knows it."
+    "The word before a negative number; empty if unknown."
     if language in _SIGNS: return _SIGNS[language]['−']
     try: less, one = _number_words(-1, language), _number_words(1, language)
     except _UNSUPPORTED: return ''
     return less.removesuffix(one).strip()
 
 def _money(digits: str, sign: str, language: str) -> str:
-    "An amount with the name of its currency; cents only if there are any."
+    "An amount with its currency's name; cents only if not zero."
     names = _SYMBOLS.get(language, {}) | _SIGNS.get(language, {}) | (_HINDI_MONEY if language == 'hi' else {})
     name = names.get(sign)
     amount = float(digits.replace(',', '.'))
@@ -416,7 +415,7 @@ def _money(digits: str, sign: str, language: str) -> str:
     return re.sub(r'[\s,]+(?:con|et|und|e|و)?\s*$', '', words[:zero].rstrip())
 
 def _scaled_money(m: re.Match, language: str) -> str:
-    "An amount such as $5 million, with the currency last."
+    "An amount such as $5 million, currency last."
     sign, amount, scale = (m[1], m[2], m[3]) if m[1] else (m[6], m[4], m[5])
     name = _money('5', sign, language).partition(' ')[2] or sign
     return f'{amount} {_SHORT_SCALE.get(scale.lower(), scale)} {name}'
@@ -452,7 +451,7 @@ def _signs(text: str, language: str) -> str:
 
 # %% ../../nbs/data/text.ipynb #c24b5359
 def _decimal(digits: str, language: str) -> str:
-    "A decimal in words; the digits where the language has none."
+    "A decimal in words, or digits if the language has none."
     whole, part = re.split('[.,]', digits)
     try:
         if language not in _POINTS: return _decimal_words(digits, language)
@@ -472,17 +471,17 @@ def _parts(text: str, language: str) -> str:
     else: text = re.sub(f'(?<![0-9])%({_AMOUNT})', r'\1%', text)
     text = re.sub('[0-9]+[.,][0-9]+', lambda m: _decimal(m[0], language), text)
     if r'\.' not in getattr(_RULES.get(language), 'ordinal', ''): return text
-    words = lambda m: _whole_words(m[1], language) + '.'   # not an ordinal: a year, the last word of a text
+    words = lambda m: _whole_words(m[1], language) + '.'   # a year at the end of a text is no ordinal
     return re.sub(r'([0-9]{3,}|[0-9]+(?=\.["”»)\s]*$))\.(?=\W|$)', words, text)
 
 _THIN_SPACES = re.compile(r'(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))')   # between thousands
 
 def _written_out(text: str, language: str) -> str:
-    "`text`, tidy, with numbers and signs as people mean them; plain numbers may stay digits."
+    "Normalised `text` with numbers and signs written out; plain numbers may stay digits."
     language = fold_language(language).split('-')[0]
     text = _THIN_SPACES.sub('', text)
     text = re.sub(r'[\x00-\x08\x0e-\x1f\x7f-\x9f]+', ' ', text)
-    text = _plain_digits(_tidy(text)).replace('ـ', '')   # the stroke that widens Arabic words
+    text = _plain_digits(_tidy(text)).replace('ـ', '')   # tatweel
     if language in ('tr', 'az'): text = text.replace('I', 'ı')
     if not re.search('[0-9¼-¾⅐-⅞²³⁰¹⁴-⁹₀-₉]', text): return text
     if language == 'fr': text = re.sub(r'(?<=[0-9])[èe]re\b', 're', text)   # 1ère
@@ -507,13 +506,13 @@ def _chinese_time(m: re.Match) -> str:
     return f'{int(m[1])}点' + (f'{m[2]}分' if int(m[2]) or m[3] else '') + (f'{m[3]}秒' if m[3] else '')
 
 # %% ../../nbs/data/text.ipynb #25e20012
-def _lower(text: str) -> str: return text.replace('İ', 'i').lower()   # else a dot stays on the i
+def _lower(text: str) -> str: return text.replace('İ', 'i').lower()   # else a combining dot remains
 
 def clean(
     text: str,
-    language: str = '',   # a code; empty: unknown, so that digits stay digits
+    language: str = '',   # a code; empty: unknown, keeps digits
 ) -> str:
-    "The text as a tokenizer that is trained here reads it; may be empty."
+    "The text normalised for a tokenizer trained here; may be empty."
     short = fold_language(language).split('-')[0]
     text = _lower(_written_out(text, language) if language else _tidy(text))
     if short == 'fa': text = _spell_persian(text)
@@ -530,12 +529,12 @@ _CHINESE_MARKS = re.compile(   # half and full width
     r'\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff64]')
 
 def pinyin(text: str) -> str:
-    "Chinese characters as syllables with the tone as a digit, 5 for none; other text unchanged."
+    "Chinese characters as syllables with tone digits (5: neutral); other text unchanged."
     library = needs('pypinyin')
     return ''.join(library.lazy_pinyin(text, style=library.Style.TONE3, neutral_tone_with_five=True))
 
 @cache
-def _japanese_reader(): return needs('cutlet').Cutlet()   # loads a dictionary, so only once
+def _japanese_reader(): return needs('cutlet').Cutlet()   # cached: loads a dictionary
 
 def _hangul(text: str) -> str: return needs('ko_speech_tools').hangul_romanize(text)
 
@@ -545,10 +544,10 @@ _PERSIAN_LETTERS = str.maketrans(
     | dict.fromkeys('ـ\u0670' + ''.join(map(chr, range(0x64b, 0x660))), ''))
 
 def _clean_persian(text: str) -> str:
-    "Persian with one code point per letter, regular half-spaces, and numbers in words."
+    "Persian with one code point per letter, normalised half-spaces, and numbers in words."
     text = _squeeze(_plain_digits(_tidy(text.replace('"', ''))).lower().translate(_PERSIAN_LETTERS))
     text = _expand_symbols(_spell_persian(text), 'fa')
-    text = re.sub(r'(?<!\w)(ن?می) (?=\w)', rf'\1{_HALF_SPACE}', text)               # the prefix of a verb
+    text = re.sub(r'(?<!\w)(ن?می) (?=\w)', rf'\1{_HALF_SPACE}', text)               # verb prefix
     text = re.sub(r'(?<=\w) (ها|های|هایی|تر|ترین)(?!\w)', rf'{_HALF_SPACE}\1', text)   # endings
     return _squeeze(text)
 
@@ -572,9 +571,9 @@ _OWN = {'zh': _clean_chinese, 'ja': lambda text: _japanese_reader().romaji(text)
 def clean_for(
     text: str,
     language: str,             # a code such as en or zh-cn
-    as_trained: bool = False,   # exactly as coqui-tts, where that has the language
+    as_trained: bool = False,   # exactly as in coqui-tts, if it has the language
 ) -> str:
-    "The text in the form of the training data of XTTS; may be empty."
+    "The text in the form of XTTS's training data; may be empty."
     code = fold_language(language)
     language = code.split('-')[0]
     text = _tidy(text) if as_trained and code in _LANGUAGES else _written_out(text, language)
@@ -590,7 +589,7 @@ class Tokenizer:
     "Sentence <-> ids, with a language tag; one object for training and synthesis."
     def __init__(self, bpe: BPE, cleaner: str = 'plain'):
         self.bpe, self.cleaner, vocabulary = bpe, cleaner, bpe.get_vocab()
-        self.start, self._missing = vocabulary['[START]'], {' ': False}   # whether a character is not in it
+        self.start, self._missing = vocabulary['[START]'], {' ': False}   # character -> missing?
         self.size = max(vocabulary.values()) + 1
         tags = [token[1:-1] for token in vocabulary if token[0] == '[']
         self.languages = sorted(filter(_LANGUAGE_CODE.fullmatch, tags))
@@ -598,16 +597,16 @@ class Tokenizer:
     def clean(self, text: str, language: str) -> str: return CLEANERS[self.cleaner](text, language)
 
     def language(self, code: str) -> str:
-        "The one of `languages` that a code such as EN, en-US or zh means; raises `UserError` for any other."
+        "The one of `languages` for a code such as EN, en-US or zh; raises `UserError` for others."
         for known in (code, code.strip().lower().replace('_', '-'), fold_language(code)):
             if known in self.languages: return known
         raise UserError(f'The tokenizer has no language "{code}"; it has {", ".join(self.languages)}.')
 
     def encode(self,
         text: str,
-        language: str,         # as of `language`
+        language: str,         # as for `language`
     ) -> list[int]:
-        "Ids with the language tag in front; raises `UserError` for an unknown language."
+        "Token ids, language tag first; raises `UserError` for an unknown language."
         language = self.language(language)
         return self.bpe.encode(f'[{language}]' + self.clean(text, language).replace(' ', '[SPACE]')).ids
 
@@ -616,34 +615,34 @@ class Tokenizer:
         return ''.join(self.bpe.id_to_token(i) for i in ids).replace('[SPACE]', ' ')
 
     def unknown(self, text: str, language: str = '') -> list[str]:
-        "The characters of `text`, cleaned, that are not in the vocabulary."
+        "Characters of the cleaned `text` missing in the vocabulary."
         return sorted(self._lacks(self.clean(text, language)))
 
     def _lacks(self, cleaned: str) -> set[str]:
-        "The characters of a cleaned text that are not in the vocabulary."
+        "Characters of a cleaned text missing in the vocabulary."
         self._missing |= {c: 1 in self.bpe.encode(c).ids for c in {*cleaned} - self._missing.keys()}
         return {c for c in {*cleaned} if self._missing[c]}
 
 # %% ../../nbs/data/text.ipynb #83f4165f
 def _learn(texts: Iterable[str], **options) -> BPE:
-    "Byte-pair merges of cleaned texts, the most frequent pair first."
+    "Byte-pair merges of cleaned texts, most frequent first."
     bpe = BPE(models.BPE(unk_token='[UNK]'))
     bpe.pre_tokenizer = pre_tokenizers.Whitespace()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(show_progress=False, **options))
     return bpe
 
 def learn_merges(texts: Iterable[str]) -> list[tuple[str, str]]:
-    "All pairs that occur at least twice in cleaned texts, in the order of their merges."
+    "All pairs that occur at least twice in cleaned texts, in merge order."
     learned = json.loads(_learn(texts, vocab_size=10**6, min_frequency=2).to_str())
     return [tuple(pair) for pair in learned['model']['merges']]
 
 # %% ../../nbs/data/text.ipynb #efcca970
 def train_tokenizer(
-    texts: Iterable[str],        # of several languages: cleaned
+    texts: Iterable[str],        # cleaned, if of several languages
     languages: Iterable[str],    # codes such as en, de, fa, zh-cn
-    size: int = 256,             # at most; at least the special tokens and the characters of `texts`
+    size: int = 256,             # maximum; special tokens and characters are always included
 ) -> Tokenizer:
-    "Byte-pair merges learned from `texts`; the same texts in the same order give the same tokenizer."
+    "Train a byte-pair tokenizer on `texts`; deterministic for the same texts in the same order."
     languages = sorted(set(languages))
     if bad := [l for l in languages if not _LANGUAGE_CODE.fullmatch(l)]:
         raise UserError(f'"{bad[0]}" is not a language code; write one such as en or zh-cn.')
@@ -658,26 +657,26 @@ def train_tokenizer(
 # %% ../../nbs/data/text.ipynb #169c50b0
 @patch
 def to_json(self: Tokenizer) -> str:
-    "The content of the file: a Hugging Face tokenizer, and the cleaner's name unless it is `plain`."
+    "The file's content: a Hugging Face tokenizer, and the cleaner's name unless `plain`."
     text = self.bpe.to_str()
     if self.cleaner == 'plain': return text
     return json.dumps({'cleaner': self.cleaner} | json.loads(text), ensure_ascii=False)
 
 @patch
 def save(self: Tokenizer, path: str | Path):
-    "Write one JSON file in the format of Hugging Face tokenizers, as XTTS does."
+    "Write a JSON file in Hugging Face tokenizers format, as XTTS does."
     with atomic_file(path) as part: part.write_text(self.to_json(), encoding='utf-8')
 
 @patch(cls_method=True)
 def load(cls: Tokenizer,
     path: str | Path,
-    cleaner: str | None = None,   # default: that of the file
+    cleaner: str | None = None,   # default: from the file
 ) -> 'Tokenizer':
-    "The tokenizer in `path`; raises `UserError` if it is missing, incomplete, or its cleaner is unknown."
+    "Load a tokenizer; raises `UserError` if it is missing, incomplete, or has an unknown cleaner."
     check_arrived(path)
     try:
         values = json.loads(Path(path).read_text(encoding='utf-8'))
-        stored = values.pop('cleaner', 'plain')   # tokenizers accepts no other keys
+        stored = values.pop('cleaner', 'plain')   # tokenizers rejects other keys
         bpe, cleaner = BPE.from_str(json.dumps(values)), cleaner or stored
     except FileNotFoundError:
         raise UserError(f'{path}: the tokenizer file is missing; train or copy one there.') from None
@@ -693,13 +692,13 @@ def load(cls: Tokenizer,
     return cls(bpe, cleaner)
 
 # %% ../../nbs/data/text.ipynb #d263bc90
-TEXT_STOP = 0   # ends a text, and pads a short one
+TEXT_STOP = 0   # end of text, and padding
 
 def pad_ids(
     rows: list[list[int]],
-    width: int,              # T; no row is longer
+    width: int,              # T, at least the longest row
 ) -> np.ndarray:             # (B, T) int32
-    "Token ids of different lengths as one array."
+    "Pad token ids to one array."
     return np.array([ids + [TEXT_STOP] * (width - len(ids)) for ids in rows], np.int32)
 
 # %% ../../nbs/data/text.ipynb #5beaab1e
@@ -708,26 +707,26 @@ _BULLET = re.compile(r'^([ \t]*)[•◦▪‣·●][ \t]*', re.M)
 _ENDS = '.!?…:;,。！？：；，、؟،؛۔।॥'
 
 @cache
-def _markdown(links: bool):   # whether there are any; the search for them takes time squared
-    "The parser, without the rules that would take text of a book for code, or drop it."
+def _markdown(links: bool):   # whether there are any, since the search takes quadratic time
+    "A parser without rules that would treat book text as code, or drop it."
     from markdown_it import MarkdownIt
     parser = MarkdownIt('commonmark', {'maxNesting': 200})
     off = ['code', 'html_block', 'reference', *['link', 'image'] * (not links)]
     return parser.enable(['table', 'strikethrough']).disable(off)
 
-_NOTE = re.compile(r'\[\^[^\]\s]{1,40}\](?::[ \t]?)?')   # the number of a footnote
+_NOTE = re.compile(r'\[\^[^\]\s]{1,40}\](?::[ \t]?)?')   # footnote number
 _MATH = re.compile(r'(?<![\w$\\])\$\$?(?=[^\s$])([^$\n]*[\\^={}][^$\n]*)(?<=\S)\$\$?(?![\w$])')
 _TAG = re.compile('a|abbr|article|audio|b|blockquote|body|br|button|center|code|dd|del|details|div|dl|dt|em'
                   '|figure|font|footer|form|h[1-6]|head|header|hr|html|i|img|input|ins|kbd|label|li|main|mark'
                   '|nav|ol|p|pre|q|s|script|section|small|span|strong|style|sub|summary|sup|svg|table|tbody|td'
                   '|th|thead|tr|u|ul|video|wbr', re.I)
 _SPAN = re.compile(r'</?(?:a|abbr|b|code|em|font|i|kbd|mark|q|s|small|span|strong|sub|sup|u|wbr)\b', re.I)
-# of an address, without the marks of the sentence behind it
+# of a URL, without trailing punctuation
 _PATH, _PATH_END = r'(?:[:/?\#](?:[^\s<>"]*[^\s<>".,;:!?)\]*])?)?', r'(?=[.,;:!?)\]"*]*(?:\s|$))'
 _ADDRESS = re.compile(rf'https?://(?:www\.)?([\w-]+(?:\.[\w-]+)+){_PATH}{_PATH_END}')
 
 def _inline(tokens: list) -> str:
-    "The text of a paragraph, without tags and marks."
+    "A paragraph's text, without tags and markup."
     shown = 'text', 'code_inline', 'image', 'text_special'
     def said(t):
         if t.type in ('softbreak', 'hardbreak'): return '\n'
@@ -736,19 +735,19 @@ def _inline(tokens: list) -> str:
     return re.sub(r'^\s*\[[ xX]\] ', '', ''.join(map(said, tokens)).replace('**', ''))
 
 def _sentence(text: str, language: str) -> str:
-    "A text with a capital in front and a mark at its end."
+    "A text with an initial capital and final punctuation."
     text = ' '.join(text.split())
     first = 'İ' if text[:1] == 'i' and language in ('tr', 'az') else text[:1].upper()
     text = (first if len(first) == 1 else text[:1]) + text[1:]
     return text + '.' * (text.rstrip('])}"\'”’»›」』）】〉》')[-1:] not in _ENDS)
 
 def _unmarked(text: str, language: str) -> str:
-    "As `plain_markdown`, with whole addresses."
+    "As `plain_markdown`, with complete URLs."
     text = _MATH.sub(r'\1', _NOTE.sub('', text))
     keep = lambda m: m[0] if _TAG.fullmatch(m[1]) or f'</{m[1]}>' in text else f' {m[1]} '   # <name>
     text = re.sub(r'<([A-Za-z]\w{0,30}(?: \w{1,30})?)>', keep, text)
     if not _MARKED.search(text): return text
-    parts, block, depth, number, cells = [], 0, 0, '', None   # of `parts`: text, block of its sentences
+    parts, block, depth, number, cells = [], 0, 0, '', None   # of `parts`: text, block
     for token in _markdown('](' in text).parse(_BULLET.sub(r'\1- ', text)):
         block += token.level == 0 and token.nesting > 0
         if token.tag in ('li', 'h1', 'h2', 'h3', 'h4', 'h5', 'h6'): depth += token.nesting
@@ -768,27 +767,27 @@ def plain_markdown(
     text: str,
     language: str = '',
 ) -> str:
-    "A text without its Markdown: chat programs send it, and nobody says it."
-    return _ADDRESS.sub(r'\1', _unmarked(text, language))   # the path of an address cannot be said
+    "A text without Markdown markup, which chat programs send."
+    return _ADDRESS.sub(r'\1', _unmarked(text, language))   # URL paths are not speakable
 
 # %% ../../nbs/data/text.ipynb #b1328290
 class Speakable(NamedTuple):
-    "A text as a model can say it, and what had to be left out for it."
+    "A text reduced to what a model can say, and the characters left out."
     text: str
     dropped: list[str]   # marks and emoji
-    unknown: list[str]   # letters and digits that the vocabulary lacks, not even in a plainer form
+    unknown: list[str]   # letters and digits without a form in the vocabulary
 
-class NothingToSay(UserError): "A text in which the model finds no letter and no digit."
+class NothingToSay(UserError): "A text without a speakable letter or digit."
 
-_ALIKE = (   # the best first
+_ALIKE = (   # best first
     "'’‘ʼ´`", '-‑–—−', '.。।॥۔…', ',，、،', '!！.。।', '?？؟.。।', ';；؛,，،', ':：,，،')
-_LETTERS = dict(pair.split('=') for pair in (   # where taking the marks away does not help
+_LETTERS = dict(pair.split('=') for pair in (   # if removing diacritics does not help
     'ß=ss æ=ae œ=oe ø=o ł=l đ=d ð=d þ=th ħ=h ı=i ŋ=ng ə=e x=ks q=k w=v '
     'ي=ی ى=ی ك=ک ة=ه ۀ=ه ی=ي ک=ك ە=ه').split())
 
 @patch
 def _instead(self: Tokenizer, c: str, language: str) -> str:
-    "A plainer form of a character that the vocabulary lacks; empty if there is none."
+    "A plainer form of a character missing in the vocabulary; empty if there is none."
     base = ''.join(x for x in unicodedata.normalize('NFKD', c) if unicodedata.category(x)[0] != 'M')
     marks = next((group for group in _ALIKE if c in group), '')
     plainer = *marks, base, _LETTERS.get(c.lower(), ''), _LETTERS.get(base.lower(), '')
@@ -796,10 +795,10 @@ def _instead(self: Tokenizer, c: str, language: str) -> str:
 
 @patch
 def speakable(self: Tokenizer, text: str, language: str) -> Speakable:
-    "What of a text can be said: no Markdown, and no character that the vocabulary lacks."
+    "The speakable part of a text: no Markdown, and no character missing in the vocabulary."
     language = self.language(language)
     read = plain_markdown(text, language)
-    plain = self.cleaner == 'plain'   # then letters of its numbers may be missing, too
+    plain = self.cleaner == 'plain'   # letters of numbers may be missing too
     said = self.clean(read, language) if plain else _written_out(read, language)
     lacks = self._lacks(said) if plain else {*self.unknown(said, language)}
     new = {c: self._instead(c, language) for c in {*said} if lacks & {*c.lower()}}

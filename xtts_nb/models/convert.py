@@ -32,7 +32,7 @@ from .xtts import _COQUI_FILES
 _NORM = {'weight': ('gamma', 'keep'), 'bias': ('beta', 'keep')}
 _MOMENTS = {'running_mean': ('moving_mean', 'keep'), 'running_var': ('moving_variance', 'keep')}
 _BIAS = {'bias': ('bias', 'keep')}
-_LAYER_TENSORS = {   # kind of layer -> {tensor in coqui-tts: (tensor here, layout)}
+_LAYER_TENSORS = {   # layer kind -> {coqui-tts tensor: (our tensor, layout)}
     'dense': {'weight': ('kernel', 'reverse')} | _BIAS,
     'conv': {'weight': ('conv/kernel', 'reverse'), 'bias': ('conv/bias', 'keep')},
     'normed': {'weight': ('kernel', 'reverse'),
@@ -47,11 +47,11 @@ _LAYER_TENSORS = {   # kind of layer -> {tensor in coqui-tts: (tensor here, layo
 
 # %% ../../nbs/models/convert.ipynb #6bf8b81a
 def _inside(theirs: str, ours: str, rows: list) -> list:
-    "Rows of layers within a larger one."
+    "Prefix the names in rows of sublayers."
     return [(theirs + a, ours + b, kind) for a, b, kind in rows]
 
 def _dvae_rows(model):
-    "The rows of `dvae.pth`: (name in coqui-tts, name here, kind)."
+    "Rows for `dvae.pth`: (coqui-tts name, our name, kind)."
     n = model.dvae.resnet_blocks
     for i in range(2):
         yield f'encoder.{i}.0', f'encoder/halve_{i}', 'conv'
@@ -65,7 +65,7 @@ def _dvae_rows(model):
 
 # %% ../../nbs/models/convert.ipynb #472ad960
 def _gpt_rows(model):
-    "The rows of the part `gpt.` of `model.pth`."
+    "Rows for the part `gpt.` of `model.pth`."
     block = [('ln_1', 'attention_norm', 'norm'), ('attn.c_attn', 'qkv', 'gpt2'),
              ('attn.c_proj', 'project', 'gpt2'),
              ('ln_2', 'mlp_norm', 'norm'), ('mlp.c_fc', 'expand', 'gpt2'), ('mlp.c_proj', 'contract', 'gpt2')]
@@ -89,7 +89,7 @@ def _gpt_rows(model):
 
 # %% ../../nbs/models/convert.ipynb #2fbac9cf
 def _decoder_rows(model):
-    "The rows of the part `hifigan_decoder.waveform_decoder.`."
+    "Rows for the part `hifigan_decoder.waveform_decoder.`."
     stages, blocks, layers = map(len, (model.decoder.rates, model.decoder.residual_kernels,
                                        model.decoder.dilations))
     yield from [('conv_pre', 'enter', 'dense'), ('conv_post', 'leave', 'dense'),
@@ -101,7 +101,7 @@ def _decoder_rows(model):
                            [(f'convs1.{k}', f'far_{k}', 'normed'), (f'convs2.{k}', f'near_{k}', 'normed')])
 
 def _speaker_rows(model):
-    "The rows of the part `hifigan_decoder.speaker_encoder.`."
+    "Rows for the part `hifigan_decoder.speaker_encoder.`."
     block = [('conv1', 'conv_0', 'conv2d'), ('bn1', 'norm_0', 'moments'), ('conv2', 'conv_1', 'conv2d'),
              ('bn2', 'norm_1', 'moments'), ('se.fc.0', 'squeeze', 'dense'), ('se.fc.2', 'excite', 'dense')]
     skip = [('downsample.0', 'skip', 'conv2d'), ('downsample.1', 'skip_norm', 'moments')]
@@ -114,13 +114,13 @@ def _speaker_rows(model):
             yield from _inside(f'layer{i + 1}.{j}.', f'block_{i}_{j}/', rows)
 
 # %% ../../nbs/models/convert.ipynb #fa49ec10
-_PARTS = [   # file, prefix in coqui-tts, prefix here, rows
+_PARTS = [   # file, coqui-tts prefix, our prefix, rows
     ('dvae.pth', '', 'dvae/', _dvae_rows), ('model.pth', 'gpt.', 'gpt/', _gpt_rows),
     ('model.pth', 'hifigan_decoder.waveform_decoder.', 'decoder/', _decoder_rows),
     ('model.pth', 'hifigan_decoder.speaker_encoder.', 'speaker/', _speaker_rows)]
 
 def _name_map(model) -> dict:
-    "`{(file, name in coqui-tts): (name here, layout)}` for every tensor that a model of this size can have."
+    "`{(file, coqui-tts name): (our name, layout)}` for all tensors of a model of this size."
     names = {('mel_stats.pth', ''): ('dvae/mel_stats', 'keep'),
              ('model.pth', 'mel_stats'): ('gpt/mel_stats', 'keep')}
     for file, theirs, ours, rows in _PARTS:
@@ -131,7 +131,7 @@ def _name_map(model) -> dict:
 
 # %% ../../nbs/models/convert.ipynb #2acecae3
 def _to_keras(x: np.ndarray, layout: str) -> np.ndarray:
-    "A tensor of PyTorch with the axes of Keras."
+    "A PyTorch tensor with Keras's axis order."
     if layout == 'reverse': return x.T                           # (out, in, k) -> (k, in, out)
     if layout == 'pointwise': return x[..., 0].T                 # (out, in, 1) -> (in, out)
     return x.transpose(2, 3, 1, 0) if layout == 'conv2d' else x  # (out, in, h, w) -> (h, w, in, out)
@@ -150,13 +150,13 @@ _CONFIG_CLASSES = [f'TTS.{place}.{name}' for place, names in {
     'tts.layers.xtts.trainer.gpt_trainer': ('GPTArgs', 'GPTTrainerConfig')}.items() for name in names]
 
 class _Inert:
-    "Replaces a settings object: takes any arguments and any state, stores nothing."
+    "Stand-in for a settings object: accepts any arguments and state, stores nothing."
     def __new__(cls, *args, **kwargs): return object.__new__(cls)
     def __setstate__(self, state): pass
 
 # %% ../../nbs/models/convert.ipynb #e234e663
 def _torch():
-    "PyTorch, which only these files need."
+    "Import PyTorch, which only these files need."
     try: import torch
     except ImportError:
         raise UserError('Converting needs PyTorch, which is missing; '
@@ -164,7 +164,7 @@ def _torch():
     return torch
 
 def _array(x, name: str = ''):
-    "Tensors as arrays over the same bytes, in dictionaries too; other values unchanged."
+    "Tensors, also in dicts, as arrays that share memory; other values unchanged."
     torch = _torch()
     if isinstance(x, dict): return {k: _array(v, str(k)) for k, v in x.items()}
     if not isinstance(x, torch.Tensor): return x
@@ -175,18 +175,18 @@ def _array(x, name: str = ''):
     return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if kind == 'bfloat16' else x.numpy()
 
 # %% ../../nbs/models/convert.ipynb #9cb8427f
-def _read_pth(path: str | Path):   # the contents, tensors as arrays that are still on disk
-    "A PyTorch file, read without running code; raises `UserError` if it is broken or forbidden."
+def _read_pth(path: str | Path):   # contents, tensors as mapped arrays
+    "Read a PyTorch file without running code; raises `UserError` if damaged or forbidden."
     path = Path(path)
     if not path.is_file(): raise UserError(f'{path}: the file is missing; copy it there.')
     check_arrived(path)
     torch = _torch()
     inert = [(type(name.rpartition('.')[2], (_Inert,), {}), name) for name in _CONFIG_CLASSES]
-    lazy = {'mmap': True} if zipfile.is_zipfile(path) else {}   # older files are not archives
+    lazy = {'mmap': True} if zipfile.is_zipfile(path) else {}   # old format: no archive
     try:
         with torch.serialization.safe_globals(inert):
             return _array(torch.load(path, map_location='cpu', weights_only=True, **lazy))
-    except Exception as e:   # torch raises many kinds for a broken file
+    except Exception as e:   # torch raises many kinds for damaged files
         name = re.search(r'GLOBAL ([\w.]+)', str(e))
         if name: raise UserError(f'{path}: asks for {name[1]}, which could run code, so it was not read; '
                                  'use a file of tensors and settings only.') from None
@@ -202,15 +202,15 @@ def _tensor(x):
     return torch.from_numpy(x)
 
 def _write_pth(path: Path, arrays):
-    "Write arrays, alone or in dictionaries, as a PyTorch file."
+    "Write arrays, alone or in dicts, as a PyTorch file."
     _torch().save(_tensor(arrays), path)
 
 # %% ../../nbs/models/convert.ipynb #c0e26a8a
-_PLAIN_BYTES = 2**27   # of all that `read_plain_pth` reads
+_PLAIN_BYTES = 2**27   # size limit of `read_plain_pth`
 _STORAGES = {'FloatStorage': '<f4', 'DoubleStorage': '<f8', 'HalfStorage': '<f2', 'LongStorage': '<i8'}
 
 def _strided(numbers: np.ndarray, offset: int, size: tuple, stride: tuple, *_) -> np.ndarray:
-    "A tensor of these numbers; raises `ValueError` if it reaches beyond them."
+    "A strided view of a storage; raises `ValueError` if it is out of bounds."
     inside = (len(size) == len(stride) and min([offset, *size, *stride]) >= 0
               and offset + sum((n - 1) * step for n, step in zip(size, stride)) < len(numbers)
               and 0 < np.prod([*size], dtype=object) <= len(numbers))
@@ -219,7 +219,7 @@ def _strided(numbers: np.ndarray, offset: int, size: tuple, stride: tuple, *_) -
     return np.lib.stride_tricks.as_strided(numbers[offset:], size, steps).copy()
 
 class _PlainUnpickler(pickle.Unpickler):
-    "Knows tensors, their numbers and dictionaries; raises `UserError` for any other name."
+    "Unpickles tensors, storages and dicts; raises `UserError` for any other name."
     def __init__(self, path: Path, archive: zipfile.ZipFile):
         (pickled,) = (n for n in archive.namelist() if n.endswith('/data.pkl'))
         self.path, self.archive, self.root = path, archive, pickled.removesuffix('data.pkl')
@@ -235,8 +235,8 @@ class _PlainUnpickler(pickle.Unpickler):
     def persistent_load(self, about):   # 'storage', kind, name, device, count
         return np.frombuffer(self.archive.read(f'{self.root}data/{about[2]}'), about[1])
 
-def read_plain_pth(path: str | Path):   # the contents, tensors as arrays
-    "A PyTorch file of tensors in dictionaries, read without PyTorch; raises `UserError` for any other."
+def read_plain_pth(path: str | Path):   # contents, tensors as arrays
+    "Read a PyTorch file of tensors in dicts without PyTorch; raises `UserError` for others."
     path = Path(path)
     if not path.is_file(): raise UserError(f'{path}: the file is missing; copy it there.')
     try:
@@ -245,17 +245,17 @@ def read_plain_pth(path: str | Path):   # the contents, tensors as arrays
                 raise UserError(f'{path}: holds more than {_PLAIN_BYTES:,} bytes; use a file of voices.')
             return _PlainUnpickler(path, archive).load()
     except UserError: raise
-    except Exception as e:   # a damaged pickle raises any kind
+    except Exception as e:   # a damaged pickle may raise any kind
         raise UserError(f'{path}: not readable as a PyTorch file of tensors ({type(e).__name__}: '
                         f'{str(e)[:80]}); copy it again.') from None
 
 # %% ../../nbs/models/convert.ipynb #8ed04f56
 def _infer_config(
-    shapes: dict,     # {(file, name in coqui-tts): shape}
+    shapes: dict,     # {(file, coqui-tts name): shape}
     args: dict,       # `_model_args` of config.json
     folder: Path,
 ) -> XTTSConfig:
-    "The settings that fit the tensors; raises `UserError` for a missing tensor or contradicting `args`."
+    "Infer settings from tensor shapes; `UserError` for a missing tensor or contradicting `args`."
     def size(name, axis=0, file='model.pth'):
         if (file, name) not in shapes:
             raise UserError(f'{folder / file}: the tensor "{name}" is missing; the file holds no XTTS-v2.')
@@ -292,20 +292,20 @@ def _infer_config(
                                 str(folder))
 
 # %% ../../nbs/models/convert.ipynb #79038425
-_SPEECH_KEYS = {   # key of config.json: (setting here, default of coqui-tts)
+_SPEECH_KEYS = {   # config.json key: (our setting, coqui-tts default)
     'temperature': ('temperature', 0.85), 'top_k': ('top_k', 50), 'top_p': ('top_p', 0.85),
     'repetition_penalty': ('repetition_penalty', 2.0), 'max_ref_len': ('max_reference_seconds', 10),
     'gpt_cond_len': ('reference_seconds', 12), 'gpt_cond_chunk_len': ('reference_chunk_seconds', 4)}
 
 def _with_speech(config: XTTSConfig, settings: dict, path: Path) -> XTTSConfig:
-    "The settings with the section `speech` of a config.json; raises `UserError` naming an invalid value."
+    "The settings with `speech` from a config.json; raises `UserError` for an invalid value."
     values = {name: settings.get(key, default) for key, (name, default) in _SPEECH_KEYS.items()}
     return XTTSConfig.from_dict(config.model_dump() | {'speech': values}, str(path))
 
 # %% ../../nbs/models/convert.ipynb #229f83e0
 @lru_cache
 def _expected_shapes(config: XTTSConfig, text_start: int) -> dict:
-    "`{name here: shape}` of every variable, without allocating one."
+    "`{our name: shape}` of every variable, without allocation."
     nets = without_values(lambda: dict(dvae=DVAE(config), gpt=GPT(config, text_start),
                                        decoder=HiFiGAN(config), speaker=SpeakerEncoder(config)))
     return {name: tuple(v.shape) for part, net in nets.items()
@@ -313,7 +313,7 @@ def _expected_shapes(config: XTTSConfig, text_start: int) -> dict:
 
 # %% ../../nbs/models/convert.ipynb #56dbb8fa
 def _checkpoint_file(folder: Path) -> Path:
-    "`model.pth`, or a file of a trainer: the best model, else the last checkpoint."
+    "`model.pth`, or a trainer's file: the best model, else the last checkpoint."
     number = lambda path: int(re.search(r'\d+', path.name)[0])
     last = lambda pattern: sorted(folder.glob(pattern), key=number)[-1:]
     saved = last('best_model_[0-9]*.pth') + last('checkpoint_[0-9]*.pth')
@@ -326,26 +326,26 @@ _DUPLICATES = 'dvae.', 'torch_mel_spectrogram_', 'gpt.gpt_inference.'   # in a t
 
 # %% ../../nbs/models/convert.ipynb #9875e258
 def _arrays(path: Path, contents) -> dict:
-    "The named arrays in the contents of a file; raises `UserError` if there are none."
+    "The named arrays in a file's contents; raises `UserError` if there are none."
     named = isinstance(contents, dict)
     arrays = {str(n): x for n, x in contents.items() if isinstance(x, np.ndarray)} if named else {}
     if not arrays: raise UserError(f'{path}: holds no named tensors; copy the file again.')
     return arrays
 
 def _check_files(folder: Path, checkpoint: Path):
-    "Raise `UserError` for a missing file whose tensors are not in the checkpoint; needs no PyTorch."
-    if not zipfile.is_zipfile(checkpoint): return   # of the older format, which names them only when read
+    "Raise `UserError` for a missing file whose tensors are not in the checkpoint; without PyTorch."
+    if not zipfile.is_zipfile(checkpoint): return   # old format: names are unknown until read
     try:
         with zipfile.ZipFile(checkpoint) as archive:
             (pickled,) = (f for f in archive.infolist() if f.filename.endswith('/data.pkl'))
             names = archive.read(pickled) if pickled.file_size < 2**26 else b''
-    except Exception: return   # its reader names what is broken
+    except Exception: return   # reported by its reader
     for file, part in ('dvae.pth', b'dvae.'), ('mel_stats.pth', b'mel_stats'):
         if part not in names and not (folder / file).is_file():
             raise UserError(f'{folder / file}: the file is missing; copy it there.')
 
 def _read_coqui(folder: Path) -> dict:
-    "`{(file, name): array}` of a folder of coqui-tts, still on disk, with the names of the released files."
+    "`{(file, name): array}` of a coqui-tts folder, memory-mapped, with names as in the release."
     path = _checkpoint_file(folder)
     _check_files(folder, path)
     contents = _read_pth(path)
@@ -362,7 +362,7 @@ def _read_coqui(folder: Path) -> dict:
 
 # %% ../../nbs/models/convert.ipynb #e86fef41
 def _with_pairs(shapes: dict, names) -> dict:
-    "The shapes, with length and direction in place of a kernel if `names` has one of them."
+    "The shapes, with weight-norm length and direction for kernels if `names` has them."
     out = {}
     for name, shape in shapes.items():
         pair = next(((name + a, name + b) for a, b in _WEIGHT_NORM_PAIRS
@@ -371,7 +371,7 @@ def _with_pairs(shapes: dict, names) -> dict:
     return out
 
 def _tensors_from_coqui(tensors: dict, names: dict, shapes: dict, folder: Path) -> dict:
-    "`{name here: array}`; raises `UserError` naming what is missing or has another shape."
+    "`{our name: array}`; raises `UserError` for missing tensors or other shapes."
     out, keys = {}, {here: key for key, (here, _) in names.items()}
     for key, x in tensors.items():
         here, layout = names.get(key, ('/'.join(('coqui', *key)), 'keep'))
@@ -397,7 +397,7 @@ def _model_args(folder: Path) -> dict:
                     'use the config.json of this checkpoint.')
 
 def _check_output_rate(settings: dict, config: XTTSConfig, path: Path):
-    "Raise `UserError` if config.json names another rate of the output than XTTS-v2 has."
+    "Raise `UserError` if config.json's output rate differs from XTTS-v2's."
     rate = config.model.decoder.sample_rate
     for section in ('model_args', 'audio'):
         values = settings.get(section)
@@ -407,7 +407,7 @@ def _check_output_rate(settings: dict, config: XTTSConfig, path: Path):
                             'a model of another rate cannot be converted.')
 
 def _check_vocabulary(path: Path, tokenizer, config: XTTSConfig):
-    "Raises `UserError` unless the embedding has one row per token, as coqui-tts expects."
+    "Raise `UserError` unless the embedding has one row per token, as coqui-tts expects."
     rows = config.model.gpt.text_tokens
     if tokenizer.size == rows: return
     raise UserError(f'{path}: has {tokenizer.size} tokens, but gpt.text_embedding has {rows} rows; '
@@ -419,13 +419,13 @@ def from_coqui(
     out: str | Path,      # a new folder
     progress=None,        # called with (done, total)
 ) -> dict:                # tensors, kept_aside, text_tokens
-    "Convert a model of coqui-tts to a folder that `XTTS.load` reads; raises `UserError` for a wrong tensor."
+    "Convert a coqui-tts model to a folder for `XTTS.load`; raises `UserError` for invalid tensors."
     folder = Path(folder)
     check_folder(folder)
     for name in ('config.json', 'vocab.json'):
         if not (folder / name).is_file():
             raise UserError(f'{folder / name}: the file is missing; copy it next to the checkpoint.')
-    for path in (*folder.glob('*.json'), *folder.glob('*.pth')): check_arrived(path)   # before any is read
+    for path in (*folder.glob('*.json'), *folder.glob('*.pth')): check_arrived(path)   # before reading any
     tokenizer, tensors = Tokenizer.load(folder / 'vocab.json', 'xtts'), _read_coqui(folder)
     config = _infer_config({key: x.shape for key, x in tensors.items()}, _model_args(folder), folder)
     _check_vocabulary(folder / 'vocab.json', tokenizer, config)
@@ -446,13 +446,13 @@ def from_coqui(
 _REQUIRED_PARTS = ('gpt.', 'hifigan_decoder.waveform_decoder.', 'hifigan_decoder.speaker_encoder.')
 
 def _unfolded(tensors, back: dict):
-    "A folded kernel, such as one trained here, becomes the length and the direction that coqui-tts expects."
+    "Split folded kernels, as trained here, into the weight-norm pairs that coqui-tts expects."
     for name, x in tensors:
         pair = [name + end for end in _WEIGHT_NORM_PAIRS[0]]
         yield from zip(pair, unfold_weight_norm(x)) if pair[0] in back else [(name, x)]
 
 def _tensors_to_coqui(tensors, names: dict, folder: Path) -> dict:
-    "`{file: {name: array}}` of pairs (name here, array); raises `UserError` if coqui-tts would lack a part."
+    "`{file: {name: array}}` from pairs (our name, array); raises `UserError` for missing parts."
     back = {here: (key, layout) for key, (here, layout) in names.items()}
     files = {'model.pth': {}, 'dvae.pth': {}, 'mel_stats.pth': {}}
     for name, x in _unfolded(tensors, back):
@@ -478,7 +478,7 @@ def _vocabulary_bytes(tokenizer, folder: Path) -> bytes:
     return original.read_bytes() if same else tokenizer.bpe.to_str(pretty=True).encode()
 
 def _coqui_settings(config: XTTSConfig, tokenizer, folder: Path) -> dict:
-    "config.json for coqui-tts: the original one, with the sizes of the model as it is now."
+    "config.json for coqui-tts: the original one with the current model's sizes."
     g, codes, original = config.model.gpt, config.model.dvae.codes, folder / _COQUI_FILES['config.json']
     settings = read_json(original) if original.is_file() else {'model': 'xtts'}
     languages = settings.get('languages') or []
@@ -501,7 +501,7 @@ def to_coqui(
     folder: str | Path,   # a model of ours
     out: str | Path,      # a new folder
 ) -> dict:                # tensors
-    "Write files that coqui-tts 0.28 loads; raises `UserError` if the model lacks a part that it needs."
+    "Write a model for coqui-tts 0.28; raises `UserError` if a part it needs is missing."
     folder = Path(folder)
     config, tokenizer = XTTSConfig.load(folder / 'config.yaml'), Tokenizer.load(folder / 'tokenizer.json')
     _check_vocabulary(folder / 'tokenizer.json', tokenizer, config)

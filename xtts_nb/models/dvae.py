@@ -20,7 +20,7 @@ from ..files import load_weights, named_weights, save_weights
 
 # %% ../../nbs/models/dvae.ipynb #67aa7f25
 class Conv1D(keras.layers.Layer):
-    "(B, F, C) -> (B, F / stride, filters), padded by half a kernel at both ends."
+    "(B, F, C) -> (B, F / stride, filters), padded by half a kernel on both sides."
     def __init__(self, filters, kernel_size=1, stride=1, **kwargs):
         super().__init__(**kwargs)
         self.filters, self.kernel_size, self.stride = filters, kernel_size, stride
@@ -28,7 +28,7 @@ class Conv1D(keras.layers.Layer):
 
     def build(self, shape): self.conv.build(shape)
 
-    def call(self, x, inside=None):   # (B, F, 1), 0 after the end of each row
+    def call(self, x, inside=None):   # (B, F, 1), 0 past the end of each row
         half = self.kernel_size // 2
         if inside is not None: x = x * inside
         return self.conv(ops.pad(x, ((0, 0), (half, half), (0, 0))) if half else x)
@@ -50,11 +50,11 @@ class ResidualBlock(keras.layers.Layer):
 
 # %% ../../nbs/models/dvae.ipynb #61c5e629
 class _Stack(keras.layers.Layer):
-    "Applies a stack of (layer, whether ReLU follows); `widths` holds the channels between the layers."
+    "A stack of (layer, whether ReLU follows); `widths`: channels between layers."
     def build(self, shape):
         for (layer, _), width in zip(self.stack, [shape[-1], *self.widths]): layer.build((None, None, width))
 
-    def call(self, x, length=None):   # (B,) frames of each row: padding does not change the result
+    def call(self, x, length=None):   # (B,) frames per row, so that padding has no effect
         for layer, activate in self.stack:
             if length is None: x = layer(x)
             else:
@@ -98,7 +98,7 @@ class Codebook(keras.layers.Layer):
         self.codes, self.dim = codes, dim
 
     def build(self, shape=None):
-        fixed = dict(trainable=False, dtype='float32')   # moved by `_update_codebook`, not by gradients
+        fixed = dict(trainable=False, dtype='float32')   # set by `_update_codebook`, not gradients
         add = lambda name, shape, init: self.add_weight(shape=shape, initializer=init, name=name, **fixed)
         self.embed = add('embed', (self.dim, self.codes), keras.initializers.RandomNormal(stddev=1.0, seed=0))
         self.cluster_size = add('cluster_size', (self.codes,), 'zeros')
@@ -119,12 +119,12 @@ def _update_codebook(
     book: Codebook,
     z,                     # (B, S, E) encoder output
     codes,                 # (B, S)
-    seed,                  # (2,) int32, chooses the vectors that replace unused codes
+    seed,                  # (2,) int32, to choose replacements of unused codes
     decay: float = 0.99,
-    lost: float = 0.05,    # a code chosen less often than this per batch, on average, is replaced
-    good=True,             # () bool; False leaves the codes as they are
+    lost: float = 0.05,    # replace codes chosen less often than this per batch, on average
+    good=True,             # () bool; False: no update
 ):
-    "Move each code towards the vectors that chose it, and unused codes to random vectors of the batch."
+    "EMA update of the codes from their assigned vectors; unused codes become random batch vectors."
     z = ops.reshape(ops.cast(z, 'float32'), (-1, book.dim))
     chosen = ops.one_hot(ops.reshape(codes, (-1,)), book.codes, dtype='float32')
     size = decay * book.cluster_size + (1 - decay) * ops.sum(chosen, 0)
@@ -134,13 +134,13 @@ def _update_codebook(
     size, total = ops.where(unused, 1., size), ops.where(unused[None], fresh, total)
     n = ops.sum(size)
     smooth = (size + 1e-5) / (n + book.codes * 1e-5) * n
-    # no `tf.cond`: around this much work XLA keeps it, and a GPU's host waits for it
+    # no `tf.cond`: XLA would keep it, and the host would wait for the GPU
     moved = (book.cluster_size, size), (book.embed_avg, total), (book.embed, total / smooth[None])
     for variable, value in moved: variable.assign(ops.where(good, value, variable))
 
 # %% ../../nbs/models/dvae.ipynb #133ad9c4
 class DVAE(keras.Model):
-    "Log-mel (B, F, C) <-> codes (B, F / 4); F a multiple of 4; whatever the global policy, in float32."
+    "Log-mel (B, F, C) <-> codes (B, F / 4); F a multiple of 4; always in float32."
     def __init__(self, config: XTTSConfig, dtype='float32', **kwargs):
         super().__init__(dtype=dtype, **kwargs)
         cfg, self.n_mels = config.model.dvae, config.model.audio.n_mels
@@ -155,7 +155,7 @@ class DVAE(keras.Model):
         self.built = True
 
     def encode(self, mel, length=None):
-        "Log-mel (B, F, C) -> codes (B, F / 4); with `length` (B,) in frames, padding does not change them."
+        "Log-mel (B, F, C) -> codes (B, F / 4); with `length` (B,) frames, padding has no effect."
         if length is not None: length = ops.convert_to_tensor(length)
         return self.codebook.encode(self.encoder(mel / self.mel_stats, length=length))
 
@@ -178,39 +178,39 @@ class DVAE(keras.Model):
 def load_dvae(
     path,                 # a safetensors file
     config: XTTSConfig,
-    prefix: str = '',     # of the names, `dvae/` in the file of a whole model
+    prefix: str = '',     # of names; `dvae/` in a whole model's file
 ) -> DVAE:
-    "The DVAE saved at `path`; raises `UserError` if it is missing or of another size."
+    "Load the DVAE at `path`; raises `UserError` if it is missing or of another size."
     dvae = DVAE(config)
     load_weights(path, named_weights(dvae, prefix))
     return dvae
 
-DVAE.load = staticmethod(load_dvae)   # for worker processes, which know the class alone
+DVAE.load = staticmethod(load_dvae)   # for worker processes, which only get the class
 
 # %% ../../nbs/models/dvae.ipynb #afcb8264
 def without_values(make: Callable):
-    "What `make` builds, whose variables have shapes but no values: it takes no memory and little time."
+    "Build `make()` with variables that have shapes but no values, at almost no cost."
     def build():
         with keras.StatelessScope(initialize_variables=False): return make()
-    # Keras lists the variables for a later scope, which would initialize them; each thread has its own list
+    # Keras queues variables per thread for a later scope, which would initialize them
     with ThreadPoolExecutor(1) as pool: return pool.submit(build).result()
 
 def parameter_count(model: keras.Model) -> int:
-    "Trainable parameters."
+    "Number of trainable parameters."
     return sum(int(np.prod(v.shape)) for v in model.trainable_variables)
 
 # %% ../../nbs/models/dvae.ipynb #a3c4a743
 def mel_stats(
-    mels: np.ndarray,    # (total F, C) log-mels end to end
+    mels: np.ndarray,    # (total F, C) concatenated log-mels
 ) -> np.ndarray:         # (C,) float32
-    "The mean absolute log-mel of each bin, the constant that it is divided by."
+    "The mean absolute log-mel per bin, used to normalise mels."
     return np.maximum(np.abs(mels, dtype=np.float32).mean(0), 0.1)
 
 def dvae_losses(
     dvae: DVAE,
     mel,            # (B, F, C) log-mel
 ) -> dict:          # mel_loss, commitment: float32 scalars; z (B, F / 4, E), codes (B, F / 4)
-    "Absolute and squared error of the normalised mel, the commitment, and the vectors and codes."
+    "Absolute plus squared error of the normalised mel, the commitment loss, vectors and codes."
     rebuilt, z, codes = dvae(mel)
     target, code = mel / dvae.mel_stats, ops.stop_gradient(dvae.codebook.decode(codes))
     mel_loss = tf.reduce_mean(tf.abs(rebuilt - target)) + tf.reduce_mean((rebuilt - target)**2)

@@ -21,7 +21,7 @@ from ..data.text import TEXT_STOP
 # %% ../../nbs/models/gpt.ipynb #a9f4e08c
 def _fold_seed(
     seed,    # (2,) int32, or None outside training
-    place,   # int, different for each use of the seed
+    place,   # int, different per use of the seed
 ):
     "A seed for one use; None stays None."
     return None if seed is None else tf.random.experimental.stateless_fold_in(seed, place)
@@ -29,8 +29,8 @@ def _fold_seed(
 def _dropout_keys(
     seed,    # (2,) int32, or None outside training
     count: int,
-):           # (count, 1) uint64, or `count` times None
-    "A key for each of `count` masks, all drawn by one operation."
+):           # (count, 1) uint64, or `count` Nones
+    "Keys for `count` masks, drawn by one op."
     if seed is None: return [None] * count
     return tf.random.stateless_uniform((count, 1), seed, minval=None, maxval=None, dtype=tf.uint64)
 
@@ -39,15 +39,15 @@ def _dropout_like(
     rate: float,
     key,           # (1,) uint64, from `_dropout_keys`, or None outside training
 ):                 # tensor -> tensor
-    "Dropout with one mask, for any tensors of the shape of `x`."
+    "Dropout with one mask, for any tensors shaped like `x`."
     if key is None or rate == 0: return lambda y: y
     shape, width = tf.shape(x), x.shape[-1]
-    words = -(-width // 4)   # of four bytes, each of which decides on one number
+    words = -(-width // 4)   # of four bytes; each byte decides one number
     drawn = tf.raw_ops.StatelessRandomUniformFullIntV2(
         shape=tf.concat([shape[:-1], [words]], 0), key=key, counter=tf.zeros(2, tf.uint64),
         alg=tf.random.Algorithm.PHILOX.value, dtype=tf.uint32)
     drawn = tf.reshape(tf.bitcast(drawn, tf.uint8), tf.concat([shape[:-1], [4 * words]], 0))[..., :width]
-    # a whole number of 256 bytes, rounded up or down by chance: on average, exactly `rate`
+    # threshold out of 256, rounded at random: `rate` exactly on average
     chance = tf.cast(tf.bitwise.right_shift(key[0], tf.constant(40, tf.uint64)), 'float32') / 2**24
     dropped = tf.minimum(tf.floor(256 * rate + chance), 255.)
     kept, scale = drawn >= tf.cast(dropped, tf.uint8), 256 / (256 - dropped)
@@ -58,7 +58,7 @@ def dropout(
     rate: float,
     key,           # (1,) uint64, from `_dropout_keys`, or None outside training
 ):
-    "Zero a share `rate` of `x` and scale the rest up; with the same key, the same mask."
+    "Dropout; the same key gives the same mask."
     return _dropout_like(x, rate, key)(x)
 
 # %% ../../nbs/models/gpt.ipynb #d085dd43
@@ -66,15 +66,15 @@ def attend(
     q_BLHK,
     k_BMHK,
     v_BMHK,
-    mask=None,          # broadcastable to (B, H, L, M), true where a key is visible; each query sees one
-    rate: float = 0.,   # dropout of the attention weights
-    key=None,           # of the dropout
+    mask=None,          # broadcastable to (B, H, L, M), true: visible; each query sees a key
+    rate: float = 0.,   # dropout rate of attention weights
+    key=None,           # dropout key
 ):                      # (B, L, H K)
     "Scaled dot-product attention with float32 softmax."
-    q_BLHK = q_BLHK * q_BLHK.shape[-1]**-0.5   # before the product, which float16 may not hold
+    q_BLHK = q_BLHK * q_BLHK.shape[-1]**-0.5   # before the product, which may overflow float16
 
     @tf.custom_gradient
-    def mix(q, k, v):   # so that XLA keeps the scores, and computes the weights again for the gradient
+    def mix(q, k, v):   # XLA then keeps the scores and recomputes the weights for the gradient
         score_BHLM = ops.cast(ops.einsum('blhk,bmhk->bhlm', q, k), 'float32')
         if mask is not None: score_BHLM = ops.where(mask, score_BHLM, -1e9)
         weight_BHLM = ops.exp(score_BHLM - ops.logsumexp(score_BHLM, -1, keepdims=True))
@@ -84,7 +84,7 @@ def attend(
 
         def gradients(d_mixed):
             d_weight = ops.cast(drop(ops.einsum('blhk,bmhk->bhlm', d_mixed, v)), 'float32')
-            # weights times their gradients, summed over the keys
+            # weights times gradients, summed over keys
             total_BLH = ops.sum(ops.cast(d_mixed, 'float32') * ops.cast(mixed, 'float32'), -1)
             d_score = weight_BHLM * (d_weight - ops.transpose(total_BLH, (0, 2, 1))[..., None])
             d_score = ops.cast(d_score, q.dtype)
@@ -99,12 +99,12 @@ def _split_heads(
     x,            # (B, L, heads K)
     heads: int,
 ):                # (B, L, H, K)
-    "Give each head its slice of the width."
+    "Split the width into heads."
     return ops.reshape(x, (-1, x.shape[1], heads, x.shape[2] // heads))
 
 # %% ../../nbs/models/gpt.ipynb #1495478b
 class AttentionBlock(keras.layers.Layer):
-    "(B, F, D) -> (B, F, D): self-attention over all frames, as the conditioning encoder does it."
+    "(B, F, D) -> (B, F, D): self-attention over all frames, for the conditioning encoder."
     def __init__(self, heads, **kwargs):
         super().__init__(**kwargs)
         self.heads = heads
@@ -125,7 +125,7 @@ class AttentionBlock(keras.layers.Layer):
 
 # %% ../../nbs/models/gpt.ipynb #7162d2f3
 class RMSNorm(keras.layers.Layer):
-    "(..., D) -> (..., D), each vector scaled to length sqrt(D) times a gain."
+    "(..., D) -> (..., D): vectors scaled to length sqrt(D), times a gain."
     def build(self, shape):
         self.gain = self.add_weight(shape=(shape[-1],), initializer='ones', name='gain')
 
@@ -187,15 +187,15 @@ class Perceiver(keras.layers.Layer):
 
 # %% ../../nbs/models/gpt.ipynb #4cdfd233
 def _recomputed(block):
-    "`block` with gradient checkpointing: only its input is stored, the rest is computed twice."
+    "`block` with gradient checkpointing: stores only its input and recomputes the rest."
     return lambda x, *arguments: tf.recompute_grad(
         lambda x: block(x, *(_known_with(x, value) for value in arguments)))(x)
 
 def _known_with(x, value):
-    "The same; keys of dropout depend on `x` then, since XLA would hold masks that it could draw again."
+    "`value`, dependent on `x`: else XLA stores dropout masks that it could recompute."
     if getattr(value, 'dtype', None) != tf.uint64: return value
     first = tf.reshape(x, [-1])[0]
-    return value + tf.cast(first != first, value.dtype)   # 0, unless the loss is NaN anyway
+    return value + tf.cast(first != first, value.dtype)   # adds 0 unless the loss is NaN anyway
 
 class ConditioningEncoder(keras.layers.Layer):
     "Normalised reference mel (B, F, C) -> prompt (B, P, D)."
@@ -223,7 +223,7 @@ _GELU = 2 * (2 / pi)**0.5, 0.044715
 
 @tf.custom_gradient
 def gelu(x):   # any shape
-    "GELU by tanh; its slope is computed again from `x`, and finite in float16 too."
+    "Tanh GELU; recomputes its gradient from `x`, finite in float16 too."
     a, b = _GELU
     wide = ops.cast(x, 'float32') if x.dtype == 'float16' else x
 
@@ -238,9 +238,9 @@ def block_pass(
     block,        # a `TransformerBlock`, or its parts
     x,            # (B, L, D)
     attention,    # queries, keys and values (B, L, H, K) each -> (B, L, D)
-    drop=lambda y, key: y,   # dropout, with the index of a key of `_dropout_keys`
+    drop=lambda y, key: y,   # dropout, with the index of a key
 ):                # (B, L, D)
-    "Attention and MLP of a block, each added to its input."
+    "A block's attention and MLP, both residual."
     q, k, v = (_split_heads(t, block.heads)
                for t in ops.split(block.qkv(block.attention_norm(x)), 3, axis=-1))
     x = x + drop(block.project(attention(q, k, v)), 1)
@@ -266,7 +266,7 @@ class TransformerBlock(keras.layers.Layer):
             layer.build((None, None, self.width))
         self.contract.build((None, None, 4 * self.width))
 
-    def call(self, x, mask, keys=(None, None, None)):   # of `_dropout_keys`
+    def call(self, x, mask, keys=(None, None, None)):   # from `_dropout_keys`
         attention = lambda q, k, v: attend(q, k, v, mask, self.rate, keys[0])
         return block_pass(self, x, attention, lambda y, key: dropout(y, self.rate, keys[key]))
 
@@ -275,18 +275,18 @@ def causal_mask(
     queries: int,
     keys: int,
 ):                # (queries, keys) bool
-    "True where a key is visible to a query: at its own position and before."
+    "True where a query sees a key: at its own position and earlier."
     return ops.arange(keys)[None] <= ops.arange(queries)[:, None]
 
 # %% ../../nbs/models/gpt.ipynb #4266b01b
 def shifted(
-    ids,          # (B, S) int32, any values after each length
+    ids,          # (B, S) int32, arbitrary past each length
     length,       # (B,)
     start: int,
     stop: int,
     stops: int = 1,   # STOPs to predict, E
-):                # inputs (B, S + 1 + E), targets and counted (float32) alike
-    "`[START ids STOP ...]`, the target of each position, and which positions count (`stops` STOPs included)."
+):                # inputs, targets and counted (float32), each (B, S + 1 + E)
+    "`[START ids STOP ...]`, targets, and the mask of counted positions (`stops` STOPs included)."
     place = ops.arange(ids.shape[1])[None]
     body = ops.where(place < length[:, None], ids, stop)
     edge = ops.full((ops.shape(ids)[0], stops), stop, dtype=ids.dtype)
@@ -297,12 +297,12 @@ def shifted(
 # %% ../../nbs/models/gpt.ipynb #4f620ce5
 def _joint_mask(
     prompt: int,       # P
-    text: int,         # positions of the text part, T + 2
+    text: int,         # text positions, T + 2
     text_length,       # (B,) tokens, without START and STOP
-    codes: int,        # positions of the code part
-    stop_visible: bool = True,   # whether the STOP of the text is visible
+    codes: int,        # code positions
+    stop_visible: bool = True,   # whether the text's STOP is visible
 ):                     # (B, 1, L, L) bool
-    "True where a key is visible to a query, over `[prompt | text | codes]`."
+    "True where a query sees a key, over `[prompt | text | codes]`."
     total = prompt + text + codes
     place = ops.arange(total)[None] - prompt
     filling = ops.logical_and(place >= text_length[:, None] + 1 + stop_visible, place < text)
@@ -311,11 +311,11 @@ def _joint_mask(
 # %% ../../nbs/models/gpt.ipynb #3a84e589
 def _noisy_codes(
     codes,         # (B, S) int32
-    share: float,  # of the codes, to replace
-    count: int,    # number of different codes; START and STOP, above them, stay
+    share: float,  # share of codes to replace
+    count: int,    # number of codes; START and STOP, above them, stay
     seed,          # (2,) int32, or None outside training
 ):                 # (B, S) int32
-    "Some codes replaced by random ones; the targets stay as they are."
+    "Replace some input codes by random ones; targets do not change."
     if seed is None or not share: return codes
     replaced = tf.random.stateless_uniform(tf.shape(codes), _fold_seed(seed, 0)) < share
     other = tf.random.stateless_uniform(tf.shape(codes), _fold_seed(seed, 1), 0, count, tf.int32)
@@ -399,10 +399,10 @@ def states(self: GPT, text, text_length, codes, code_length, prompt, seed=None):
     return x[:, P:P + T], x[:, P + T:]
 
 # %% ../../nbs/models/gpt.ipynb #18e10002
-_FEW_ROWS = 32   # up to this many rows, reading the weights takes longer than multiplying
+_FEW_ROWS = 32   # up to this many rows, memory bandwidth limits the product
 
 class Int8Dense:
-    "A dense layer with int8 weights for few rows; more are multiplied as `dense` does it."
+    "A dense layer with int8 weights for few rows; for more rows it calls `dense`."
     def __init__(self, dense: keras.layers.Dense):
         kernel = tf.transpose(tf.cast(dense.kernel, tf.float32))
         scale = tf.maximum(tf.reduce_max(tf.abs(kernel), 1), 1e-9) / 127
@@ -421,7 +421,7 @@ class Int8Dense:
 
 # %% ../../nbs/models/gpt.ipynb #18e20002
 class Int8GPT:
-    "A GPT to speak with, whose blocks have int8 weights."
+    "A GPT for inference with int8 weights in its blocks."
     def __init__(self, gpt: GPT):
         in_int8 = lambda block: {name: Int8Dense(getattr(block, name)) for name in _PRODUCTS}
         same = lambda block: {name: getattr(block, name) for name in _SAME}

@@ -19,8 +19,8 @@ from ..files import _check_tensor, load_weights, named_weights, open_weights
 def stretch(
     x,               # (B, S, D)
     scale: float,    # above 1: longer
-):                   # (B, floor(S scale), D), one vector at least
-    "Linear interpolation in time; sample centres keep their places, the ends are extended."
+):                   # (B, floor(S scale), D), at least one vector
+    "Linear interpolation in time with aligned sample centres and extended ends."
     length = x.shape[1] or ops.shape(x)[1]
     if isinstance(length, int): longer = int(length * scale)
     else: longer = tf.cast(tf.cast(length, tf.float64) * scale, tf.int32)
@@ -34,7 +34,7 @@ def stretch(
 
 # %% ../../nbs/models/hifigan.ipynb #23eb2258
 class DilatedBlock(keras.layers.Layer):
-    "(B, N, C) -> (B, N, C), with one pair of convolutions for each dilation."
+    "(B, N, C) -> (B, N, C), with a pair of convolutions per dilation."
     def __init__(self, filters, kernel_size, dilations, **kwargs):
         super().__init__(**kwargs)
         conv = lambda d, name: keras.layers.Conv1D(filters, kernel_size, dilation_rate=d, padding='same',
@@ -51,7 +51,7 @@ class DilatedBlock(keras.layers.Layer):
 
 # %% ../../nbs/models/hifigan.ipynb #0984ad04
 class HiFiGAN(keras.Model):
-    "Hidden states of the GPT (B, S, D), speaker vectors (B, width) -> samples (B, N) float32."
+    "GPT hidden states (B, S, D), speaker vectors (B, width) -> samples (B, N) float32."
     def __init__(self, config: XTTSConfig, dtype='float32', **kwargs):   # not the global policy
         super().__init__(dtype=dtype, **kwargs)
         model, cfg = config.model, config.model.decoder
@@ -101,11 +101,11 @@ def _fold_weight_norm(
     length: np.ndarray,      # (1, 1, n)
     direction: np.ndarray,   # (kernel, m, n), any scale
 ) -> np.ndarray:             # (kernel, m, n)
-    "The kernel that a weight-normalised convolution uses."
+    "The kernel of a weight-normalised convolution."
     return (direction * (length / _lengths(direction))).astype(np.float32)
 
 def unfold_weight_norm(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    "A length and a direction that `_fold_weight_norm` turns into this kernel."
+    "The inverse of `_fold_weight_norm`: length and direction."
     length = _lengths(kernel)
     return length.astype(np.float32), np.where(length > 0, kernel, 1).astype(np.float32)   # 1: any direction
 
@@ -113,7 +113,7 @@ def _lengths(kernel): return np.sqrt(np.sum(np.square(kernel, dtype=np.float64),
 
 # %% ../../nbs/models/hifigan.ipynb #f47e29a5
 class Conv2D(keras.layers.Layer):
-    "(B, C, F, filters before) -> (B, C / stride, F / stride, filters), padded by half a kernel on all sides."
+    "(B, C, F, filters in) -> (B, C / stride, F / stride, filters), padded by half a kernel."
     def __init__(self, filters, kernel_size=3, stride=1, use_bias=False, **kwargs):
         super().__init__(**kwargs)
         self.half, self.step = kernel_size // 2, 1 if kernel_size > 1 else stride
@@ -129,7 +129,7 @@ class Conv2D(keras.layers.Layer):
 
 # %% ../../nbs/models/hifigan.ipynb #91f2c458
 def _batch_norm(name):
-    "Batch normalisation in float32; without `training`, it uses the moving averages."
+    "Batch normalisation in float32; uses moving averages unless `training`."
     return keras.layers.BatchNormalization(epsilon=1e-5, dtype='float32', name=name)
 
 class SpeakerBlock(keras.layers.Layer):
@@ -166,7 +166,7 @@ class SpeakerBlock(keras.layers.Layer):
 
 # %% ../../nbs/models/hifigan.ipynb #53ba65a0
 class SpeakerEncoder(keras.Model):
-    "Speaker mel (B, F, C) -> voice (B, width), each of length 1."
+    "Speaker mel (B, F, C) -> unit vectors (B, width)."
     def __init__(self, config: XTTSConfig, dtype='float32', **kwargs):   # not the global policy
         super().__init__(dtype=dtype, **kwargs)
         cfg, same = config.model.speaker, dict(dtype=self.dtype_policy)
@@ -206,19 +206,19 @@ class SpeakerEncoder(keras.Model):
 
 # %% ../../nbs/models/hifigan.ipynb #d3d605f4
 def _in_precision(decoder: HiFiGAN, config: XTTSConfig, precision: str) -> HiFiGAN:
-    "The decoder, computing in float32 or bfloat16."
+    "The decoder in float32 or bfloat16."
     if decoder.compute_dtype == precision: return decoder
     other = HiFiGAN(config, dtype='float32' if precision == 'float32' else f'mixed_{precision}')
     for a, b in zip(other.variables, decoder.variables): a.assign(b)
     return other
 
-_WEIGHT_NORM_PAIRS = (('_original0', '_original1'), ('_g', '_v'))   # length and direction, new and old names
+_WEIGHT_NORM_PAIRS = (('_original0', '_original1'), ('_g', '_v'))   # length, direction: new and old names
 
 def _load_decoder(
     path,                 # a safetensors file
     config: XTTSConfig,
 ) -> HiFiGAN:
-    "The decoder in `path`, folded; raises `UserError` if a tensor is missing or has another shape."
+    "Load the decoder in `path`, folded; raises `UserError` for missing tensors or other shapes."
     decoder = HiFiGAN(config)
     variables = named_weights(decoder, 'decoder/')
     with open_weights(path) as file:
@@ -233,7 +233,7 @@ def _load_decoder(
     return decoder
 
 def _load_hifigan(path, config: XTTSConfig) -> tuple[HiFiGAN, SpeakerEncoder] | None:
-    "Decoder and speaker encoder in `path`, None if it holds neither; raises `UserError` as `_load_decoder`."
+    "Load decoder and speaker encoder, None if absent; `UserError` as in `_load_decoder`."
     with open_weights(path) as file:
         if not any(name.startswith(('decoder/', 'speaker/')) for name in file.keys()): return None
     encoder = SpeakerEncoder(config)
@@ -242,7 +242,7 @@ def _load_hifigan(path, config: XTTSConfig) -> tuple[HiFiGAN, SpeakerEncoder] | 
 
 # %% ../../nbs/models/hifigan.ipynb #a570494f
 class PeriodDiscriminator(keras.layers.Layer):
-    "Samples (B, N) -> list of feature maps, the last one the score."
+    "Samples (B, N) -> list of feature maps; the last is the score."
     def __init__(self, period, channels, **kwargs):
         super().__init__(**kwargs)
         self.period = period
@@ -264,16 +264,16 @@ class PeriodDiscriminator(keras.layers.Layer):
         return _features(self.stack, self.score, ops.reshape(x, (-1, rows, 1)))
 
 def _features(stack, score, x) -> list:
-    "The output of every layer, the score last."
+    "The outputs of all layers, score last."
     maps = []
     for conv in stack:
         x = conv(x)
-        maps.append(x := ops.maximum(x, 0.1 * x))   # leaky ReLU in a form that grappler's remapper accepts
+        maps.append(x := ops.maximum(x, 0.1 * x))   # leaky ReLU in a form that Grappler's remapper accepts
     return [*maps, score(x)]
 
 # %% ../../nbs/models/hifigan.ipynb #5c74e8d6
 class SpectrumDiscriminator(keras.layers.Layer):
-    "Samples (B, N) -> list of feature maps of the magnitude spectrum, the last one the score."
+    "Samples (B, N) -> list of feature maps of the magnitude spectrum; the last is the score."
     def __init__(self, n_fft, channels, **kwargs):
         super().__init__(**kwargs)
         self.n_fft, self.channels = n_fft, channels
@@ -294,7 +294,7 @@ class SpectrumDiscriminator(keras.layers.Layer):
 
 # %% ../../nbs/models/hifigan.ipynb #3e261e7c
 class Critic(keras.Model):
-    "All discriminators: samples (B, N) -> a list of feature maps from each."
+    "All discriminators: samples (B, N) -> list of feature maps per discriminator."
     def __init__(self, training: DecoderTraining, dtype='float32', **kwargs):   # not the global policy
         super().__init__(dtype=dtype, **kwargs)
         make = lambda kind, what, n: kind(n, training.channels, name=f'{what}_{n}', dtype=self.dtype_policy)
@@ -307,14 +307,14 @@ class Critic(keras.Model):
 
 # %% ../../nbs/models/hifigan.ipynb #22f47008
 def critic_loss(real: list, made: list):
-    "Loss of the discriminators: 1 for recordings, 0 for the output of the decoder."
+    "Discriminator loss; targets: 1 for recordings, 0 for decoder output."
     return tf.add_n([tf.reduce_mean((1 - r[-1])**2) + tf.reduce_mean(m[-1]**2) for r, m in zip(real, made)])
 
 def adversarial_loss(made: list):
-    "Loss of the decoder: 1 for its output."
+    "Decoder loss; target: 1 for its output."
     return tf.add_n([tf.reduce_mean((1 - m[-1])**2) for m in made])
 
 def feature_loss(real: list, made: list):
-    "Mean difference of the feature maps of a recording and of the output."
+    "Mean difference between the feature maps of recording and output."
     return tf.add_n([tf.reduce_mean(tf.abs(a - b)) for r, m in zip(real, made)
                      for a, b in zip(r[:-1], m[:-1])])

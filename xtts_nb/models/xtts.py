@@ -19,11 +19,11 @@ from .gpt import GPT
 from .hifigan import HiFiGAN, _load_hifigan, SpeakerEncoder
 
 # %% ../../nbs/20_model.ipynb #fda0731b
-_COQUI_FILES = {'config.json': 'coqui.json', 'vocab.json': 'coqui_vocab.json'}   # name there: name here
+_COQUI_FILES = {'config.json': 'coqui.json', 'vocab.json': 'coqui_vocab.json'}   # their name: ours
 POLICIES = {'float32': 'float32', 'bfloat16': 'mixed_bfloat16', 'float16': 'mixed_float16'}
 
 class XTTS:
-    "Settings, tokenizer, DVAE and GPT; a folder on disk."
+    "Settings, tokenizer, DVAE and GPT, stored as a folder."
     def __init__(self, config: XTTSConfig, tokenizer: Tokenizer, dvae: DVAE | None = None,
                  gpt: GPT | None = None, parity: bool = False, dtype: str | None = None):
         self.config, self.tokenizer, self.source = config, tokenizer, None
@@ -44,16 +44,16 @@ class XTTS:
 
     @cached_property
     def hifigan(self) -> tuple[HiFiGAN, SpeakerEncoder] | None:
-        "Decoder and speaker encoder of the folder it was loaded from; None if the folder has none."
+        "Decoder and speaker encoder from the folder it was loaded from, if any."
         return _load_hifigan(self.source / 'model.safetensors', self.config) if self.source else None
 
     @classmethod
     def load(cls,
         folder: str | Path,
-        parity: bool = False,       # reproduce the peculiarities of coqui-tts
-        dtype: str | None = None,   # of the GPT: float32, bfloat16 or float16; default: as it was trained
+        parity: bool = False,       # reproduce coqui-tts exactly
+        dtype: str | None = None,   # of the GPT: float32, bfloat16 or float16; default: as trained
     ) -> 'XTTS':
-        "The model in `folder`; raises `UserError` naming what is missing or does not fit."
+        "Load the model in `folder`; raises `UserError` for missing or mismatched parts."
         folder = Path(folder)
         check_model(folder)
         config, tokenizer = XTTSConfig.load(folder / 'config.yaml'), Tokenizer.load(folder / 'tokenizer.json')
@@ -66,9 +66,9 @@ class XTTS:
 @patch
 def save(self: XTTS,
     folder: str | Path,
-    weights: dict | None = None,   # to write; default: those of the networks
+    weights: dict | None = None,   # default: the networks' own
 ):
-    "Write `config.yaml`, `tokenizer.json` and `model.safetensors` into `folder`, each whole or not at all."
+    "Write `config.yaml`, `tokenizer.json` and `model.safetensors` to `folder`, each atomically."
     folder = Path(folder)
     with atomic_file(folder / 'config.yaml') as part: part.write_text(self.config.to_yaml(), encoding='utf-8')
     self.tokenizer.save(folder / 'tokenizer.json')
@@ -92,7 +92,7 @@ def forward_flops(
     text: int,        # T
     codes: int,       # S
 ) -> dict[str, float]:
-    "Floating-point operations for one clip, forward, by part of the GPT."
+    "FLOPs of a forward pass for one clip, by part of the GPT."
     g, (F, P, T, S, L, D, inner) = config.model.gpt, _sizes(config, text, codes)
     block = 2 * 4 * D**2 * F + 4 * F * F * D
     encoder = 2 * config.model.audio.n_mels * D * F + g.conditioning_layers * block
@@ -107,7 +107,7 @@ def step_flops(
     text: int,        # T
     codes: int,       # S
 ) -> float:
-    "Floating-point operations of one GPT training step, forward and backward."
+    "FLOPs of a GPT training step, forward and backward."
     return 3. * batch * sum(forward_flops(config, text, codes).values())
 
 def forward_numbers(
@@ -115,7 +115,7 @@ def forward_numbers(
     text: int,        # T
     codes: int,       # S
 ) -> dict[str, float]:
-    "Numbers that each part of the GPT computes for one clip and keeps for the backward pass."
+    "Activations per clip, by part of the GPT, kept for the backward pass."
     g, (F, P, T, S, L, D, inner) = config.model.gpt, _sizes(config, text, codes)
     encoder = F * D + g.conditioning_layers * (7 * F * D + 2 * g.num_heads * F * F)
     attention = 2 * (P + F) * inner + 2 * P * inner + 2 * g.perceiver_heads * P * (P + F)

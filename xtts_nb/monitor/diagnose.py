@@ -31,13 +31,13 @@ from .watch import Event, _place_of, Watch
 
 # %% ../../nbs/monitor/diagnose.ipynb #373c5610
 def _batches_of(dataset, watch: Watch, place):
-    "Its batches, pass after pass; those of an iterable are noted as TensorFlow's iterators are."
+    "The dataset's batches over repeated passes; records iterables like TensorFlow iterators."
     counted, many = isinstance(dataset, tf.data.Dataset), 1
-    while many:   # an iterator that has ended has none
+    while many:   # an exhausted iterator
         source, many = iter(dataset), 0
         while True:
             event = Event('next', place, time.perf_counter())
-            watch._depth += not counted   # what it calls is a part of it
+            watch._depth += not counted   # inner calls count as part of it
             try: batch = next(source)
             except StopIteration: break
             finally: watch._depth -= not counted
@@ -46,7 +46,7 @@ def _batches_of(dataset, watch: Watch, place):
             yield batch
 
 def _watched(dataset, step: Callable, batches: int, seconds: float, timeout: float, place) -> tuple:
-    "The steady part of the loop, some batches, and the seconds of the first step; `place`: of the program."
+    "The loop's steady part, some batches, and the first step's seconds; `place`: the calling line."
     resident = first_batches(dataset, 4, timeout)
     with Watch() as watch:
         start = time.perf_counter()
@@ -54,7 +54,7 @@ def _watched(dataset, step: Callable, batches: int, seconds: float, timeout: flo
         first = time.perf_counter() - start
         for batch in (*resident[1:], *_batch_of_each_shape(dataset, batches, seconds)):
             first_step(step, batch)
-        watch.datasets.clear()   # the pass over it begins here
+        watch.datasets.clear()   # its pass begins here
         source = _batches_of(dataset, watch, place)
         times = run_iterations(source, step, 10**6, seconds, batches, watch.let_finish)
         source.close()
@@ -68,11 +68,11 @@ _ENDED = 'The dataset ended during the measurement; give one that can be read ag
 def _compare_loops(
     loops: dict,              # {name: (dataset, step)}
     batches: int = 24,
-    seconds: float = 4.,      # for each run
+    seconds: float = 4.,      # per run
     rounds: int = 3,
     by_row: bool = True,      # else by batch
-) -> dict[str, _Arm]:          # s per row (per batch where rows are unknown) of each round
-    "Wall time of several trainings, measured in turn, without the first iterations of each run."
+) -> dict[str, _Arm]:          # s per row (per batch if rows are unknown), per round
+    "Wall time of several trainings, measured alternately, without each run's first iterations."
     def arm(dataset, step):
         resident = first_batches(dataset, 1)
         rows = by_row and _batch_rows(resident[0]) or 1
@@ -87,11 +87,11 @@ def _compare_loops(
 
 _CLEAR_GAIN = 1.05
 
-def _gains(now: _Arm, then: _Arm) -> list[float]:   # of each round
+def _gains(now: _Arm, then: _Arm) -> list[float]:   # per round
     return [before / after for before, after in zip(now.times, then.times)]
 
 def measured_gain(now: _Arm, then: _Arm) -> tuple[float, bool]:
-    "The median gain of the rounds; and whether it is clear: above `_CLEAR_GAIN`, and faster in every round."
+    "Median gain over rounds, and whether it is clear: above `_CLEAR_GAIN`, and in every round."
     gains = _gains(now, then)
     gain = statistics.median(gains)
     return gain, gain > _CLEAR_GAIN and min(gains) > 1
@@ -99,24 +99,24 @@ def measured_gain(now: _Arm, then: _Arm) -> tuple[float, bool]:
 # %% ../../nbs/monitor/diagnose.ipynb #d8d54c30
 @dataclass(frozen=True)
 class Measured:
-    "Seconds of an iteration."
-    loop: float        # as it is
-    watched: float     # as it is, while it was watched
-    ready: float       # on batches that are ready
-    pipeline: float    # the batches alone, without a step
-    compute: float     # the compiled functions of the step alone
-    host_free: float   # with the compiled functions as step
-    first: float       # of the first step, which traces and compiles
-    rows: int | None   # of a batch
+    "Seconds per iteration."
+    loop: float        # unchanged
+    watched: float     # unchanged, while it was watched
+    ready: float       # on prefetched batches
+    pipeline: float    # batches without a step
+    compute: float     # only the step's compiled functions
+    host_free: float   # the loop with only these as its step
+    first: float       # first step, which traces and compiles
+    rows: int | None   # per batch
 
     @property
     def at_most(self) -> dict[str, float]:
-        "The gain without each part; at least 1."
+        "Upper limit of the gain without each part; at least 1."
         without = {'input': self.ready, 'host': self.host_free, 'host and compute': self.pipeline}
         return {name: round(max(1., self.loop / max(s, 1e-9)), 2) for name, s in without.items()}
 
 def _compiled_calls(seen: _Seen) -> list[Call]:
-    "The compiled functions that each iteration calls, with their last arguments."
+    "The compiled functions called in each iteration, with their last arguments."
     often = [key for key in seen.watch.last if key[0] == 'call' and
              sum(e.kind == 'call' and e.place == key[1] for e in seen.events) >= .5 * len(seen.steps)]
     return [Call(function, args, kwargs) for function, _, args, kwargs in map(seen.watch.last.get, often)]
@@ -124,11 +124,11 @@ def _compiled_calls(seen: _Seen) -> list[Call]:
 def _measure(dataset, step, seen: _Seen, resident: list, first: float, batches: int, seconds) -> Measured:
     calls, ready, nothing = _compiled_calls(seen), itertools.cycle(resident), tf.constant(0)
     loops = {'loop': (dataset, step), 'ready': (ready, step), 'pipeline': (dataset, lambda batch: nothing)}
-    if calls and seen.part('graph', 'input', 'pipeline', 'end') < .95:   # else there is no host part
+    if calls and seen.part('graph', 'input', 'pipeline', 'end') < .95:   # else no host part
         only_calls = lambda batch: [call() for call in calls][-1]
         loops |= {'compute': (ready, only_calls), 'host_free': (dataset, only_calls)}
     try: arms = _compare_loops(loops, batches, seconds / len(loops) / 4, rounds=2, by_row=False)
-    except UserError as e:   # an iterator that has ended looks empty
+    except UserError as e:   # an exhausted iterator looks empty
         once = not isinstance(dataset, tf.data.Dataset) and iter(dataset) is dataset
         if once: raise UserError(_ENDED) from e
         raise
@@ -140,10 +140,10 @@ def _measure(dataset, step, seen: _Seen, resident: list, first: float, batches: 
 # %% ../../nbs/monitor/diagnose.ipynb #f068f60d
 def _pad_to_few_shapes(
     dataset,
-    resident: list,     # some batches, which say how long they are
-    lengths: int = 4,   # up to the longest of them
+    resident: list,     # some batches, to know their lengths
+    lengths: int = 4,   # number of lengths, up to the longest
 ):
-    "The dataset with zeros at the end of its variable axes, up to multiples that leave few shapes."
+    "The dataset zero-padded on variable axes to multiples, which leaves few shapes."
     longest = [np.max([b.shape for b in same], 0) for same in zip(*(tf.nest.flatten(b) for b in resident))]
     def pad(x, spec, longest):
         unit = [max(1, math.ceil(n / lengths)) if axis is None else 1 for n, axis in zip(longest, spec.shape)]
@@ -160,7 +160,7 @@ def _pad_to_few_shapes(
 
 # %% ../../nbs/monitor/diagnose.ipynb #d397752b
 def _merge_batches(dataset, times: int):
-    "The dataset with `times` batches in one."
+    "The dataset with `times` batches merged into one."
     join = lambda x: tf.reshape(x, [-1, *x.shape[2:]])
     joined = lambda *b: tf.nest.map_structure(join, b[0] if len(b) == 1 else b)
     return _change_host_part(dataset, lambda host: host.batch(times, drop_remainder=True).map(
@@ -168,25 +168,25 @@ def _merge_batches(dataset, times: int):
 
 _PADDED = (lambda d, s, some: (_pad_to_few_shapes(d, some), s),
            'zeros at the end of its batches, which a step without a mask learns from')
-_FIXES = {   # cause: (dataset, step, some batches) -> the first two, with its fix; what that alters
+_FIXES = {   # cause: (dataset, step, some batches) -> fixed dataset and step; effect on learning
     'variable shapes': _PADDED, 'compiled again for each shape': _PADDED,
     'tiny batch': (lambda d, s, some: (_merge_batches(d, 4), s), 'the batch size'),
     'step not compiled': (lambda d, s, some: (d, tf.function(s)), '')}
 
 def _with_fix(f: Finding, resident: list) -> Finding:
-    "A finding with its fix, if there is one that can be made from outside."
+    "A finding with its fix, if it can be applied from outside."
     if f.apply or f.cause not in _FIXES: return f
     change, alters = _FIXES[f.cause]
     return replace(f, apply=lambda d, s: change(d, s, resident), alters=alters)
 
 def _try_fix(f: Finding, dataset, step, batches: int, seconds: float, notes: list) -> Finding | None:
-    "The finding, with the gain of its fix if that can be tried; None if there is no clear one."
+    "The finding with its fix's gain, if it can be tried; None without a clear gain."
     if f.gain < _MIN_GAIN or not f.apply or f.alters: return f
     try:
         changed = f.apply(dataset, step)
         if changed[0] is None: return f
         arms = _compare_loops({'now': (dataset, step), 'then': changed}, batches, seconds)
-    except Exception as e:   # a trial may fail in any way
+    except Exception as e:   # any failure of a trial
         notes.append(f'{f.cause}: {f.fix} could not be tried ({type(e).__name__}).')
         return f
     gain, clear = measured_gain(arms['now'], arms['then'])
@@ -198,7 +198,7 @@ def _try_fix(f: Finding, dataset, step, batches: int, seconds: float, notes: lis
 # %% ../../nbs/monitor/diagnose.ipynb #6e9028f0
 @dataclass
 class Diagnosis:
-    "What `diagnose` found; iterate over it as over the list of its findings."
+    "The result of `diagnose`; iterates over its findings."
     findings: list[Finding]
     measured: Measured
     bound: str                 # input-bound, host-bound or compute-bound
@@ -214,17 +214,17 @@ class Diagnosis:
     def __getitem__(self, i): return self.findings[i]
 
     def to_dict(self) -> dict:
-        "Everything, for JSON."
+        "All results, for JSON."
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in vars(self.measured).items()}
         return {'findings': [f.to_dict() for f in self.findings], 'bound': self.bound, 'shares': self.shares,
                 'at_most': self.at_most, 'measured': rounded, 'notes': self.notes,
                 'seconds': round(self.seconds, 1)}
 
     def lines(self) -> list[str]:
-        "For reading."
+        "Lines of text."
         m, shares = self.measured, ', '.join(f'{name} {share:.0%}' for name, share in self.shares.items())
         whole = (f'{ms(m.loop)} per step, most of it {self.bound.removesuffix("-bound")}' if self.findings
-                 else f'{self.bound}: {ms(m.loop)} per step')   # a bound that can be moved is none
+                 else f'{self.bound}: {ms(m.loop)} per step')   # not a bound if it can be moved
         head = [f'{whole} ({shares}); the pipeline alone takes {ms(m.pipeline)}, '
                 f'the step alone {ms(m.ready)}, its compiled functions {ms(m.compute)}.',
                 'Upper limits, about: ' + ', '.join(
@@ -245,16 +245,16 @@ class Diagnosis:
 
 # %% ../../nbs/monitor/diagnose.ipynb #373c561a
 _WHOLE_INPUT = 'input-bound', 'waiting for batches'
-_SHORT_COMPILE = 5.   # s of the first step, up to which XLA is tried too
+_SHORT_COMPILE = 5.   # s; longest first step for which to try XLA
 
 def diagnose(
-    dataset,                  # of batches: a `tf.data.Dataset`, or any iterable
-    step: Callable,           # of one batch; returns something the device computes
-    batches: int = 24,        # of a run of the loop, at least 8
-    seconds: float = 40.,     # in all, about; the trials of fixes take some seconds more
-    timeout: float = 60.,     # s without a batch before an error
+    dataset,                  # batches: a `tf.data.Dataset` or any iterable
+    step: Callable,           # called with a batch; returns tensors
+    batches: int = 24,        # per run of the loop, at least 8
+    seconds: float = 40.,     # in total, approximately; trials of fixes take some more
+    timeout: float = 60.,     # longest wait for a batch, s
 ) -> Diagnosis:
-    "Find out why a training is slow. It trains, so weights change. `UserError` where data or step fail."
+    "Find out why training is slow; it trains, so weights change. `UserError` if data or step fail."
     start, place = time.perf_counter(), _place_of(sys._getframe(1))
     if batches < 8: raise UserError(f'diagnose: {batches} batches are too few to find a cycle; take 8.')
     dataset = _repeat_if_finite(dataset)
@@ -275,7 +275,7 @@ def diagnose(
     notes += [n for n in dict.fromkeys(seen.notes) if n not in notes]
     clear = [f for f in tried if f and (f.gain >= _MIN_GAIN or f.only_on_gpu)]
     findings = [_without_place(f, place) for f in _ranked(clear)]
-    findings.sort(key=lambda f: bool(f.alters))   # those that change what is learned come last
+    findings.sort(key=lambda f: bool(f.alters))   # those that affect learning come last
     waits, computes = seen.part('input', 'pipeline', 'end'), seen.part('graph')
     shares = {'input': waits, 'host': 1 - waits - computes, 'compute': computes}
     shares = {name: round(max(0., share), 3) for name, share in shares.items()}
@@ -283,16 +283,16 @@ def diagnose(
     return Diagnosis(findings, m, f'{bound}-bound', shares, notes, time.perf_counter() - start)
 
 def _limited(f: Finding, most: float) -> Finding:
-    "For all that may be wrong with the input, the loop on batches that are ready is the limit."
+    "The loop on prefetched batches limits the gain of all input fixes."
     if f.cause not in _WHOLE_INPUT: return f
     return replace(f, gain=min(f.gain, most), low=min(f.low, most), high=min(f.high, most))
 
 def _without_place(f: Finding, place) -> Finding:
-    "The line that calls `diagnose` is none of the training."
+    "Drop the line that calls `diagnose`, which is not part of the training."
     return replace(f, place='', line='') if f.place == str(place) else f
 
 def _about_times(m: Measured, seen: _Seen) -> list[str]:
-    "What the times do not show by themselves."
+    "Notes that explain the times."
     out, traced = [], [e for e in seen.watch.events if e.kind == 'call' and e.traced and not e.new]
     if abs(m.watched / m.loop - 1) > .15:
         out.append(f'an iteration took {ms(m.watched)} while it was watched, and {ms(m.loop)} in the '
@@ -307,7 +307,7 @@ def _about_times(m: Measured, seen: _Seen) -> list[str]:
 _NOT_NOTED = 'float64 product', 'float32 product', 'layout'   # kinds that are tried, or that only a GPU has
 
 def _on_a_gpu(seen: _Seen, at_most: int = 6) -> list[str]:
-    "What would fail on a GPU, or make it wait, in the compiled functions of the step."
+    "Operations in the step's compiled functions that would fail or wait on a GPU."
     some = {o.line: o for call in _compiled_calls(seen)
             if hasattr(call.function, 'get_concrete_function')
             for o in preflight(call.function, *call.args, **call.kwargs) if o.kind not in _NOT_NOTED}
@@ -317,14 +317,14 @@ def _on_a_gpu(seen: _Seen, at_most: int = 6) -> list[str]:
 # %% ../../nbs/monitor/diagnose.ipynb #42f0e9a5
 @dataclass(frozen=True)
 class _FixTrial:
-    "A fix, the gain of its finding and its measured gain."
+    "A fix with its finding's gain and its measured gain."
     cause: str
     fix: str
     gain: float
-    measured_gain: float | None    # None: to be done by hand, not tried, or it failed
+    measured_gain: float | None    # None: manual, not tried, or failed
     kept: bool
     error: str = ''                # why it failed
-    alters: str = ''               # what it would change of what is learned, if it was not tried for that
+    alters: str = ''               # its effect on learning, if not tried for that
 
     def line(self) -> str:
         measured = f'failed ({self.error})' if self.error else 'by hand'
@@ -335,11 +335,11 @@ class _FixTrial:
 
 def apply_fixes(
     dataset, step,
-    findings,                 # of `diagnose`
+    findings,                 # from `diagnose`
     batches: int = 24,
-    seconds: float = 4.,      # for each run
+    seconds: float = 4.,      # per run
     say=print,                # receives a line per fix
-    change_learning: bool = False,   # also try what changes what is learned, such as a larger batch
+    change_learning: bool = False,   # also try fixes that affect learning, such as a larger batch
 ) -> tuple:                   # (dataset, step, list of trials)
     "Try the fixes one by one and keep those that are clearly faster."
     trials = []
@@ -350,7 +350,7 @@ def apply_fixes(
             if changed and changed[0] is not None:
                 times = _compare_loops({'now': (dataset, step), 'then': changed}, batches, seconds)
                 gain, kept = measured_gain(times['now'], times['then'])
-        except Exception as e: error = type(e).__name__   # a fix may fail in any way; the others are tried
+        except Exception as e: error = type(e).__name__   # try the others
         if kept: dataset, step = changed
         trials.append(_FixTrial(f.cause, f.fix, f.gain, gain, kept, error, alters))
         say(trials[-1].line())

@@ -34,7 +34,7 @@ from .watch import _is_users, _Passes, _Place
 
 # %% ../../nbs/monitor/input_rules.ipynb #b0a10011
 def find_python_input(seen: _Seen) -> list[Finding]:
-    "Python that makes the batches."
+    "Python code that makes the batches."
     waits, busy = waiting(seen), covered_seconds([(p.start, p.end) for p in seen.python]) / seen.seconds
     if waits < .1 or busy < .1 or find_few_threads(seen): return []
     places = Counter(p.place for p in seen.python if p.place and _is_users(p.place.file))
@@ -50,7 +50,7 @@ def find_python_input(seen: _Seen) -> list[Finding]:
             'make the function, and the object that it belongs to, once and not for each batch, and give it '
             'tensors of few shapes',
             waits, place, 'self.function = tf.function(...)   # in __init__, not for each batch',
-            # what is compiled behind a trace is compiled once then
+            # without retraces compilation happens once
             max(0., 1 - traced - seen.beside('graph')))]
     if place and re.search(r'\b(open|load|imread|(?!ready)read\w*)\(', place.text):
         packed = re.search('gzip|bz2|lzma|zipfile|npz', place.text)
@@ -61,7 +61,7 @@ def find_python_input(seen: _Seen) -> list[Finding]:
             _ZIPPED.fix if packed else 'pack the rows into a few files (one npy that is mapped, TFRecord) '
             'and read them with tf.data, or cache() what was read',
             waits, place)]
-    # written with operations of TensorFlow it takes little, and leaves cores and GIL to the step
+    # as TensorFlow ops it would be cheap and leave cores and GIL to the step
     period = seen.seconds / max(1, len(seen.steps))
     after = _alone_seconds(seen, period, max(0., busy - waits)) / period
     what = ('a Python generator makes rows or batches' if generator else
@@ -80,7 +80,7 @@ def find_python_input(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0f004
 def find_few_threads(seen: _Seen) -> list[Finding]:
-    "A pipeline with fewer threads of its own than cores, whose parallel calls wait for each other."
+    "A pipeline with a private thread pool smaller than the core count, whose parallel calls queue."
     waits = waiting(seen)
     for dataset in _datasets_of(seen)[-1:] if waits > .12 else []:
         own = _host_part(dataset)[0].options().threading.private_threadpool_size or 0
@@ -96,24 +96,24 @@ def find_few_threads(seen: _Seen) -> list[Finding]:
     return []
 
 # %% ../../nbs/monitor/input_rules.ipynb #b0a10012
-_TINY_ROWS = 16   # of a batch; with more its size is a choice
-_HEAVY = 'Decode', 'ReadFile', 'PyFunc', 'Resize', 'Regex', 'Parse'   # operations that cost more than a call
+_TINY_ROWS = 16   # batch size; larger ones are a choice
+_HEAVY = 'Decode', 'ReadFile', 'PyFunc', 'Resize', 'Regex', 'Parse'   # ops that cost more than a call
 
 def works(dataset) -> bool:
-    "Whether a pipeline computes or reads for each row, rather than only handing rows on."
+    "Whether a pipeline computes or reads per row, rather than only passing rows on."
     types = [op for s in stages(dataset) for op in s.operations]
     return bool(python_operations(dataset)) or any(h in op for op in types for h in _HEAVY)
 
 def _callbacks(seen: _Seen) -> float:
-    "The share of callbacks that somebody chose; Keras calls its own ones at each step too."
+    "The share of the user's callbacks; Keras also calls its own at each step."
     own = '', 'CallbackList', 'History', 'ProgbarLogger'
     return sum(l.kind == 'callback' and l.callback not in own for l in seen.looks) / max(1, len(seen.looks))
 
 def find_tiny_steps(seen: _Seen, enough: int = 64) -> list[Finding]:
-    "Steps whose fixed cost is larger than their work."
+    "Steps whose fixed cost exceeds their work."
     if not seen.steps: return []
     beside = seen.share('save', 'summary', 'trace') + _callbacks(seen)
-    if seen.loop[0] != 'fit': beside += seen.share('eager')   # that of fit is a cost of each step
+    if seen.loop[0] != 'fit': beside += seen.share('eager')   # fit's own cost is per step
     if (waits := waiting(seen)) > .6 or beside > .3: return []
     period = seen.seconds / len(seen.steps)
     call = _compiled_call(seen)
@@ -127,7 +127,7 @@ def find_tiny_steps(seen: _Seen, enough: int = 64) -> list[Finding]:
     run = lambda args, named: call.function(*args, **named)
     both = lambda: [_seconds_of(partial(run, *x)) for x in (given, tf.nest.map_structure(grow, given))]
     small, large = _trial(both) or (1., math.inf)
-    rows_wait = waits if any(map(works, _datasets_of(seen)[-1:])) else 0.   # what a row takes before the step
+    rows_wait = waits if any(map(works, _datasets_of(seen)[-1:])) else 0.   # cost of a row before the step
     left = (large + max(0., (1 - rows_wait) * period - small)) / (times * period) + rows_wait
     if left > .45: return []
     return [finding(
@@ -141,7 +141,7 @@ def find_tiny_steps(seen: _Seen, enough: int = 64) -> list[Finding]:
 
 # %% ../../nbs/monitor/input_rules.ipynb #b0a1f012
 def find_small_evaluation(seen: _Seen, enough: int = 256) -> list[Finding]:
-    "`predict` or `evaluate` of many rows in small batches, whose size changes no result."
+    "`predict` or `evaluate` of many rows in small batches, whose size does not affect results."
     for key, some in _calls_with_rows(seen, 'predict', 'evaluate').items():
         network, name, args, kwargs = seen.watch.last[key]
         size, share = kwargs.get('batch_size') or 32, sum(e.seconds for e in some) / seen.seconds
@@ -162,7 +162,7 @@ def find_small_evaluation(seen: _Seen, enough: int = 256) -> list[Finding]:
 # %% ../../nbs/monitor/input_rules.ipynb #d0a00007
 @dataclass(frozen=True)
 class _Shape:
-    "A form of a pipeline that costs time."
+    "A slow pattern in a pipeline."
     cause: str
     fix: str
     change: str
@@ -236,22 +236,22 @@ _SERIAL = _Shape(
     'num_parallel_calls=tf.data.AUTOTUNE; a map that draws random numbers needs it too, or stateless '
     'operations, since TensorFlow itself makes none of them parallel',
     'dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE)')
-_PLAIN = _CROPPED, _ZIPPED, _PARSED, _WINDOWS   # seen in the stage itself, whatever else it does
-_DECODED = 'Decode(Jpeg|Png|Image|Bmp|Gif|WebP)'   # pictures
+_PLAIN = _CROPPED, _ZIPPED, _PARSED, _WINDOWS   # visible in the stage itself
+_DECODED = 'Decode(Jpeg|Png|Image|Bmp|Gif|WebP)'   # images
 MEDIA = re.compile(f'{_DECODED}|DecodeWav')
 _PARSERS = 'DecodeCSV', 'StringSplit', 'StringToNumber', 'RegexReplace', 'UnicodeDecode', 'StringToHash'
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a00009
 def _caches_inside(stage) -> bool:
-    "Whether the function of a stage makes a cache."
+    "Whether a stage's function creates a cache."
     return any('CacheDataset' in op for op in stage.operations)
 
 def _order(
     some: list,
     passes: int,    # over the dataset
-    whole: bool,    # each was read to its end
+    whole: bool,    # each was read to the end
 ) -> _Shape | None:
-    "What the order of the stages says, whatever they cost."
+    "The pattern shown by the order of stages, whatever their cost."
     names = [s.name.replace('Parallel', '') for s in some]
     at = lambda name: names.index(name) if name in names else None
     cache, take, repeat, shuffle = (at(n) for n in ('Cache', 'Take', 'Repeat', 'Shuffle'))
@@ -266,14 +266,14 @@ def _order(
         if any(MEDIA.match(op) or op == 'ReadFile' for op in before): return _SHUFFLED
 
 def _shape(some: list, stage, added: float, pipeline: float, again: bool) -> _Shape | None:
-    "Of a stage that adds `added` seconds to a batch: what is wrong with it."
+    "The pattern of a stage that adds `added` seconds per batch."
     types = stage.operations
     has = lambda *parts: any(p in op for p in parts for op in types)
     if added < .3 * pipeline: return None
     joins = stage.name in ('FlatMap', 'Interleave', 'Window') or has('DatasetToSingleElement')
     if joins and any(s.name == 'Window' for s in some): return _WINDOWS
     if _crops_later(some, stage): return _CROPPED
-    media = any(map(MEDIA.match, types))   # then what is parsed is the name of a file
+    media = any(map(MEDIA.match, types))   # then the parsed string is a file name
     if 'Csv' in stage.name or has(*_PARSERS) and not media: return _PARSED
     if _unpacks(stage): return _ZIPPED
     random = has('Random')
@@ -290,7 +290,7 @@ def _shape(some: list, stage, added: float, pipeline: float, again: bool) -> _Sh
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0f015
 def _worse(order: _Shape | None, costs: _Shape | None) -> _Shape | None:
-    "The order of the stages, whatever they cost; but what unpacks or parses does it for shuffled names too."
+    "The pattern by order, else by cost; unpacking and parsing also apply to shuffled names."
     return costs if order is None or (order is _SHUFFLED and costs in (_ZIPPED, _PARSED)) else order
 
 _PICTURE = re.compile(f'{_DECODED}|Adjust(Contrast|Hue|Saturation)|RGBToHSV|Depthwise')
@@ -298,25 +298,25 @@ _RESIZES = 'Resize', 'ScaleAndTranslate'
 _CROPS = 'CropAndResize', 'ExtractGlimpse', 'ExtractGlimpseV2'
 
 def _of(stage) -> str:
-    "The program's function that a stage calls, and where it stands."
+    "A stage's user function and its location."
     function = getattr(getattr(stage.dataset, '_map_func', None), '_func', None)
     code = getattr(function, '__code__', None)
     if not code or not _is_users(code.co_filename): return ''
     return f' ({function.__name__}, {_Place(code.co_filename, code.co_firstlineno)})'
 
 def _inner(stage) -> list:
-    "The operations of the functions of a stage, in order."
+    "The ops in a stage's functions, in order."
     return [op for f in stage.dataset._functions() for op in _graph_operations(f.function.graph)]
 
 def _crops_later(some: list, stage) -> bool:
-    "Whether a stage works on whole pictures, of which it or a later one keeps a part as it is."
+    "Whether a stage processes whole images of which it or a later one keeps an unscaled crop."
     whole = False
     for s in some[[s.dataset for s in some].index(stage.dataset):]:
         for op in _inner(s):
             part = op.type in ('Slice', 'StridedSlice') and op.inputs[0].shape.rank in (3, 4, None) \
                 and op.inputs[0].dtype not in (tf.int32, tf.int64)
             if _PICTURE.match(op.type): whole = whole or s.dataset is stage.dataset
-            elif any(r in op.type for r in _RESIZES) and op.type not in _CROPS: whole = False   # all needed
+            elif any(r in op.type for r in _RESIZES) and op.type not in _CROPS: whole = False   # needs all
             elif whole and (part or op.type in _CROPS): return True
     return False
 
@@ -331,11 +331,11 @@ def _unpacks(stage) -> bool:
     return False
 
 # %% ../../nbs/monitor/input_rules.ipynb #e2c000a2
-def _passes(seen: _Seen, made: list) -> tuple[int, bool]:   # how many, whether each was read to its end
-    "Over the pipeline of the loop."
+def _passes(seen: _Seen, made: list) -> tuple[int, bool]:   # number, whether each was read to the end
+    "Passes over the loop's pipeline."
     known = _host_part(made[-1])[0].cardinality().numpy()
     passes = seen.watch.datasets.get(seen.loop[1], _Passes(total=1, alike=1))
-    if seen.loop[0] == 'fit' and seen.fit:   # it takes more iterators than it reads
+    if seen.loop[0] == 'fit' and seen.fit:   # it creates more iterators than it reads
         fit, alike = seen.fit, passes.alike == passes.total
         epochs = sum(f.epochs for f in seen.watch.fits) if alike else fit.epochs
         return epochs, known <= 0 or fit.asked is None or fit.asked >= .9 * known
@@ -343,7 +343,7 @@ def _passes(seen: _Seen, made: list) -> tuple[int, bool]:   # how many, whether 
     return passes.total, known <= 0 or steps / passes.total >= .9 * known
 
 def _repeats(seen: _Seen, some: list) -> float:
-    "How often the steps have read what a pipeline repeats."
+    "How often the steps have read a repeated pipeline."
     at = next((i for i, s in enumerate(some) if s.name == 'Repeat'), 0)
     rows = some[at - 1].dataset.cardinality().numpy() if at else 0
     return len(seen.steps) * (some[at - 1].elements or 0) / rows if rows > 0 else 0.
@@ -355,30 +355,30 @@ def _again(seen: _Seen, some: list, passes: int) -> bool:
 # %% ../../nbs/monitor/input_rules.ipynb #e2c000b1
 @dataclass
 class _Batches:
-    "The pipeline of a loop, read once more; seconds of a batch."
-    dataset: object            # repeated, if it ends
-    period: float              # of an iteration of the program
-    wait: float                # for a batch, in it
-    step: float                # of an iteration that waits for nothing
+    "A loop's pipeline, read again; times in seconds per batch."
+    dataset: object            # repeated if finite
+    period: float              # per iteration of the program
+    wait: float                # wait for a batch in it
+    step: float                # per iteration without waiting
     first: object              # a batch
-    fill: float                # until it was there
-    times: list[float]         # of each later batch
-    busy: float                # cores that were busy meanwhile
+    fill: float                # until its arrival
+    times: list[float]         # per later batch
+    busy: float                # busy cores meanwhile
     seconds: float             # of a batch
-    stages: list               # of `stage_seconds`
+    stages: list               # from `stage_seconds`
 
     @property
-    def added(self) -> list[tuple]:   # [(stage, s that it adds)]
+    def added(self) -> list[tuple]:   # [(stage, added s)]
         before = [0., *(s for _, s in self.stages)]
         return [(stage, min(self.seconds, now - max(before[:i + 1])))
                 for i, (stage, now) in enumerate(self.stages)]
 
     @property
-    def slowest(self) -> tuple:   # (stage, s that it adds), or (None, 0)
+    def slowest(self) -> tuple:   # (stage, added s), or (None, 0)
         return max(self.added, key=lambda pair: pair[1], default=(None, 0.))
 
     def gain(self, seconds: float | None = None, overlap: float | None = None) -> float:
-        "Of an iteration, at most, with another time of a batch, or another share hidden behind the step."
+        "Upper limit of the gain with another time per batch or another overlap with the step."
         least, waits = min(self.seconds, self.step), self.step + self.wait
         hidden = self.seconds + self.step - min(self.period, waits)
         now = min(1., max(0., hidden / least)) if least > 0 else 1.
@@ -387,14 +387,14 @@ class _Batches:
         return whole(self.seconds, now) / whole(then, now if overlap is None else overlap)
 
 def _repeat_if_finite(dataset):
-    "The dataset, repeated if it is known to end."
+    "The dataset, repeated if known to be finite."
     endless = not isinstance(dataset, tf.data.Dataset) or _host_part(dataset)[0].cardinality().numpy() < 0
     return dataset if endless else _change_host_part(dataset, lambda host: host.repeat())
 
 # %% ../../nbs/monitor/input_rules.ipynb #e2c000b4
 @cache
 def _opening_seconds(size: int) -> float:
-    "The time to open and read a file of `size` bytes that was read before."
+    "The time to open and read a file of `size` bytes in the page cache."
     with tempfile.TemporaryDirectory() as folder:
         path = f'{folder}/x'
         Path(path).write_bytes(bytes(size))
@@ -404,7 +404,7 @@ def _opening_seconds(size: int) -> float:
             return time.perf_counter() - start
         return statistics.median(once() for _ in range(20))
 
-_SMALL_FILE = 100_000   # bytes; opening a smaller file takes longer than reading it
+_SMALL_FILE = 100_000   # bytes; opening a smaller file costs more than reading it
 
 def _read_seconds(dataset) -> float: return steady_mean(drain(iter(dataset), 24, 4.))
 
@@ -419,7 +419,7 @@ def _too_many_calls(b: _Batches) -> tuple | None:
             b.gain(seconds), True, lambda d, s: (fewer(d), s))
 
 def _own_threads(dataset, at_most: int):
-    "The dataset with at most `at_most` threads of its own."
+    "The dataset with at most `at_most` private threads."
     if not isinstance(dataset, tf.data.Dataset): return dataset
     if (_host_part(dataset)[0].options().threading.private_threadpool_size or 0) <= at_most: return dataset
     options = tf.data.Options()
@@ -428,7 +428,7 @@ def _own_threads(dataset, at_most: int):
 
 def _one_call(b: _Batches) -> tuple | None:
     (stage, jump), waits = b.slowest, b.busy < .5
-    if b.seconds < b.step: return None   # fast enough on average: at most it lacks a buffer
+    if b.seconds < b.step: return None   # fast enough on average; may lack a buffer
     if not stage or stage.name not in ('Map', 'ParallelMap') or (stage.calls or 1) != 1: return None
     if (stage.reads and waits) or b.gain(b.seconds - jump) < _MIN_GAIN: return None
     calls = min(16, 4 * cores()) if waits else cores()
@@ -443,7 +443,7 @@ def _one_call(b: _Batches) -> tuple | None:
 def _slow_disk(b: _Batches) -> tuple | None:
     stage, jump = b.slowest
     if not stage or not stage.reads or b.busy >= .5 or b.seconds < b.step: return None
-    computing = b.busy * b.seconds / cores()   # what remains, however the files are read
+    computing = b.busy * b.seconds / cores()   # remains however files are read
     return ('slow disk', f'stage {stage.name} reads files and waits {ms(jump)} of the {ms(b.seconds)} that '
                          'a batch takes; '
             f'the pipeline keeps {b.busy:.1f} cores busy',
@@ -456,7 +456,7 @@ def _small_files(b: _Batches) -> tuple | None:
     n = stage.elements
     size = sum(np.asarray(x).nbytes for x in tf.nest.flatten(b.first)) / n
     if size > _SMALL_FILE: return None
-    jump = min(jump, n * _opening_seconds(round(size)))   # what it computes of a file is not the opening
+    jump = min(jump, n * _opening_seconds(round(size)))   # computation on a file is not opening
     return ('many small files', f'stage {stage.name} opens {n} files of about {size / 1e3:.1f} kB for a '
                                 'batch, '
             f'{1e6 * jump / n:.0f} us each, {ms(jump)} of {ms(b.seconds)}',
@@ -468,9 +468,9 @@ def _no_buffer(b: _Batches) -> tuple | None:
     last = [s for s in stages(b.dataset) if s.name not in ('Options', 'Repeat', 'Take', 'Skip')][-1:]
     uneven = variation(b.times[2:])
     cycle, correlation = find_cycle(b.times[2:])
-    late = b.seconds * (1 + 2 * uneven)   # a batch that comes late
-    bursts = uneven > .5 and late > max(b.step, 1e-3)   # threads wake no more evenly
-    if not bursts and last and last[0].buffer: return None   # buffered and even: something else makes it wait
+    late = b.seconds * (1 + 2 * uneven)   # a late batch
+    bursts = uneven > .5 and late > max(b.step, 1e-3)   # thread wake-ups are uneven
+    if not bursts and last and last[0].buffer: return None   # buffered and even: another cause
     depth = max(4, 2 * cycle) if bursts else 2
     seen = f'pipeline {ms(b.seconds)} and step {ms(b.step)} take {ms(b.period)} together'
     if bursts:
@@ -484,13 +484,13 @@ def _no_buffer(b: _Batches) -> tuple | None:
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0f115
 def _filled(seen: _Seen, some: list, passes: int, fill: float, times: list) -> Finding | None:
-    "Where shuffle fills its buffer before each pass, and no cache does it."
+    "A shuffle buffer refilled before each pass, without a cache."
     names = [s.name for s in some]
     if any(map(_caches_inside, some)): return
     if passes < 3 or 'Shuffle' not in names or 'Cache' in names[:names.index('Shuffle')] or not times: return
     batch, share = statistics.median(times), _filling_share(seen, passes, fill, times)
     if fill <= 8 * batch or share <= .2: return
-    # what begins a pass may be another stage
+    # another stage may delay the start
     if _first_seconds(some[names.index('Shuffle')].dataset) < .4 * fill: return
     return finding(
         seen, _FILLED.cause, f'the first batch of a pass takes {ms(fill)}, a later one {ms(batch)}: shuffle '
@@ -498,20 +498,20 @@ def _filled(seen: _Seen, some: list, passes: int, fill: float, times: list) -> F
         _FILLED.change)
 
 def _filling_share(seen: _Seen, passes: float, fill: float, times: list) -> float:
-    "The share of the time in which later passes wait for their first batch."
+    "The share of time in which later passes wait for their first batch."
     return min(.95, max(0., (passes - 1) * (fill - 3 * statistics.median(times or [fill])) / seen.seconds))
 
-def _begin(dataset) -> tuple:   # the iterator of a pass, its first element, the seconds that took
+def _begin(dataset) -> tuple:   # iterator, first element, its seconds
     start, batches = time.perf_counter(), iter(dataset)
     first = next(batches)
     return batches, first, time.perf_counter() - start
 
 def _first_seconds(dataset) -> float:
-    "Until the first element of a pass."
+    "Seconds until a pass's first element."
     return _begin(dataset)[2]
 
 def _in_double(seen: _Seen, stage, waits: float, part: float) -> list[Finding]:   # part: of the pipeline
-    "A stage of which most large numbers are float64."
+    "A stage whose large tensors are mostly float64."
     wide = [t.dtype for op in _inner(stage) for t in op.outputs
             if t.dtype.is_floating and (t.shape.num_elements() or 1000) >= 1000]
     if part < .3 or sum(d == tf.float64 for d in wide) <= len(wide) / 2: return []
@@ -522,11 +522,11 @@ def _in_double(seen: _Seen, stage, waits: float, part: float) -> list[Finding]: 
         'array.astype("float32")   # before it enters the pipeline', 1 - part)]
 
 def _next_seconds(batch) -> float:
-    "What it costs to ask any pipeline for a batch of this form, however fast it is."
+    "The fixed cost of fetching a batch of this structure from any pipeline."
     ready = iter(tf.data.Dataset.from_tensors(batch).repeat())
     return statistics.median(drain(ready, 50, 1.)[10:] or [0.])
 
-def _read(dataset) -> tuple:   # its first batch, the seconds that took, those of each later batch
+def _read(dataset) -> tuple:   # first batch, its seconds, seconds per later batch
     batches, first, seconds = _begin(dataset)
     return first, seconds, drain(batches, 40, 5.)   # enough for a cycle of a dozen
 
@@ -536,13 +536,13 @@ def _read_again(seen: _Seen, dataset) -> _Batches:
     first, fill, times = _read(dataset)
     busy = (time.process_time() - used) / (time.perf_counter() - start)
     step = _alone_seconds(seen, period)
-    if seen.loop[0] != 'fit': step += _next_seconds(first)   # within `fit` the graph asks
+    if seen.loop[0] != 'fit': step += _next_seconds(first)   # in `fit` the graph fetches
     return _Batches(dataset, period, waits * period, step, first, fill, times, busy,
                     max(steady_mean(times), .5 * waits * period), stage_seconds(dataset, 6.))
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0000a
 def _alone_seconds(seen: _Seen, period: float, shared: float = 0.) -> float:
-    """The time of an iteration that waits for no batch, and shares the cores with no pipeline.
+    """Time of an iteration without input wait or a pipeline on the same cores.
 
     `shared`: of an iteration, while another thread ran Python: the program's own may have waited for it."""
     if seen.ready: return seen.ready
@@ -554,14 +554,14 @@ def _alone_seconds(seen: _Seen, period: float, shared: float = 0.) -> float:
     return min(rest, alone + max(0., rest - (within or period * seen.part('graph')) - shared * period))
 
 # %% ../../nbs/monitor/input_rules.ipynb #d0a0f023
-_NO_CAUSE = 1.3   # gain from which on a pipeline is called slow though no cause is known
+_NO_CAUSE = 1.3   # least gain to call a pipeline slow without a known cause
 
 def find_slow_input(seen: _Seen) -> list[Finding]:
-    "A pipeline of TensorFlow operations for which the step waits."
+    "A pipeline of TensorFlow ops that the step waits for."
     waits = waiting(seen)
     if waits < .12 or not seen.steps or seen.loop[0] not in ('next', 'fit', 'call'): return []
     made = _datasets_of(seen)
-    if not made or python_operations(made[-1]): return []   # reading it again would call the program's Python
+    if not made or python_operations(made[-1]): return []   # rereading would call the program's Python
     b = _read_again(seen, made[-1])
     place, (stage, added) = seen.loop[1], b.slowest
     at = {'place': str(place), 'line': place.text} if place else {}
@@ -573,7 +573,7 @@ def find_slow_input(seen: _Seen) -> list[Finding]:
         others = [f for f in out if f.cause != _SERIAL.cause]
         form, by_order, after = form
         if by_order or not out or form in _PLAIN or form is _EVERY_EPOCH and not others:
-            # files that are opened too are not the cause; one core may be, whatever it computes
+            # opened files are not the cause; a single core may be
             if form in _PLAIN: out = [f for f in out if form is _CROPPED and f.cause == _SERIAL.cause]
             by_form = True
             out.insert(0, finding(
@@ -582,36 +582,36 @@ def find_slow_input(seen: _Seen) -> list[Finding]:
                 f'{ms(added)} of the {ms(b.seconds)} that a batch takes',
                 form.fix, 1., place, form.change, min(1., max(b.step, after) / b.period)))
     mine = seen.fit.epochs if seen.loop[0] == 'fit' and seen.fit else _passes(seen, made)[0]
-    filled = _filled(seen, stages(b.dataset), mine, b.fill, b.times)   # of other fits: `find_filled_again`
-    # what fills the buffer may cost more, in the later batches too
+    filled = _filled(seen, stages(b.dataset), mine, b.fill, b.times)   # other fits: `find_filled_again`
+    # filling may also slow later batches
     if filled and not (by_form and out[0].gain > filled.gain): return [filled]
     if stage: out += _in_double(seen, stage, waits, min(1., added / b.seconds))
     out = [f for f in out if f.gain >= _MIN_GAIN]
     buffer = measured([_no_buffer])
-    out = buffer + out if b.seconds < b.step else out + buffer   # fast enough on average, or not
+    out = buffer + out if b.seconds < b.step else out + buffer   # if fast enough on average
     if out: return out
     where = f'; stage {stage.name} takes {ms(added)} of it' if stage else ''
     rest = Finding('input-bound', f'a batch takes {ms(b.seconds)}, a step {ms(b.step)}{where}',
                    'prepare once and read from a cache, or give the pipeline more cores', b.gain(0.), **at)
-    return [rest] if rest.gain >= _NO_CAUSE else []   # without a cause a small gain does not help
+    return [rest] if rest.gain >= _NO_CAUSE else []   # small gains without a cause do not help
 
 def _form_of(seen: _Seen, made: list, b: _Batches) -> tuple | None:
-    """What is wrong with the order of the stages, or with the slowest of them.
+    """The slow pattern in the order of stages, or in the slowest one.
 
-    The form, whether the order alone shows it, and the seconds of a batch without that."""
+    Returns the pattern, whether the order alone shows it, and seconds per batch without it."""
     stage, added = b.slowest
     if not stage: return None
     passes, whole = _passes(seen, made)
-    some, order = stages(b.dataset), _order(stages(made[-1]), passes, whole)   # without our own repeat()
+    some, order = stages(b.dataset), _order(stages(made[-1]), passes, whole)   # without our repeat()
     again = added > .3 * b.period and _again(seen, some, passes)
     filling = _filling_share(seen, max(passes, _repeats(seen, some)), b.fill, b.times)
-    if order is _SHUFFLED and filling < .1: order = None   # the rows are computed all the same
+    if order is _SHUFFLED and filling < .1: order = None   # rows are computed anyway
     form = _worse(order, _shape(some, stage, added, b.seconds, again))
     after = b.seconds - added if form is not order else (1 - filling) * b.period * (order is _SHUFFLED)
     return form and (form, form is order, after)
 
 def find_copy_bound(seen: _Seen) -> list[Finding]:
-    "Batches that are copied to the GPU inside of the step."
+    "Batches copied to the GPU inside the step."
     gpus, made = tf.config.list_logical_devices('GPU'), _datasets_of(seen)
     if not gpus or not made or not seen.steps: return []
     if python_operations(made[-1]) or _host_part(made[-1])[1]: return []
@@ -629,7 +629,7 @@ def find_copy_bound(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/input_rules.ipynb #e1b00002
 def find_validation(seen: _Seen) -> list[Finding]:
-    "What `fit` spends on its validation."
+    "The cost of validation in `fit`."
     tests = [e for e in seen.events if e.kind == 'validation'] if seen.loop and seen.loop[0] == 'fit' else []
     share = sum(e.seconds for e in tests) / seen.seconds
     if share < .2: return []
@@ -640,7 +640,7 @@ def find_validation(seen: _Seen) -> list[Finding]:
         known = _host_part(dataset)[0].cardinality().numpy()
         order = _order(stages(dataset), validated.total, known <= 0 or count >= .9 * known)
         if order in (_PART_OF_CACHE, _REPEATED):
-            left = 0.   # where reading it again would call the program's Python
+            left = 0.   # if rereading would call the program's Python
             if not python_operations(dataset): left = max(0., 1 - sum(drain(iter(dataset), count, 3.)) / each)
             return [finding(
                 seen, _PART_OF_CACHE.cause,
@@ -656,7 +656,7 @@ def find_validation(seen: _Seen) -> list[Finding]:
         share, seen.loop[1], 'model.fit(..., validation_freq=5)', timed=True)]
 
 def find_filled_again(seen: _Seen) -> list[Finding]:
-    "`fit` in a loop, each time with a shuffle buffer that is filled from the start."
+    "`fit` in a loop that refills its shuffle buffer each time."
     made = _datasets_of(seen) if seen.loop and seen.loop[0] == 'fits' else []
     if not made or python_operations(made[-1]): return []
     _, fill, times = _read(made[-1])
@@ -666,11 +666,11 @@ def find_filled_again(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/input_rules.ipynb #e1b00012
 def find_ended_passes(seen: _Seen) -> list[Finding]:
-    "What it costs to end the iterator of a pass: it waits for the tuning that tf.data does meanwhile."
+    "The cost of releasing a pass's iterator, which waits for tf.data's autotuning."
     ends = [e for e in seen.events if e.kind == 'end']
     share = sum(e.seconds for e in ends) / seen.seconds
     if len(ends) < 2 or share < .12: return []
-    # not each pass waits: what so few tell of the others
+    # standard error, since not every pass waits
     error = 2 * statistics.stdev(e.seconds for e in ends) * math.sqrt(len(ends)) / seen.seconds
     if share - error < .12: return []
     place = Counter(e.place for e in ends).most_common(1)[0][0]

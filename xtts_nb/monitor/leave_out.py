@@ -27,7 +27,7 @@ from ..devices import put_back
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e005
 @dataclass
 class Call:
-    "A call of a compiled function of the program, which can be made again."
+    "A repeatable call of a compiled function of the program."
     function: object
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
@@ -36,18 +36,18 @@ class Call:
 
     @property
     def concrete(self):
-        "The function as it is traced for these arguments."
+        "The concrete function for these arguments."
         return self.function.get_concrete_function(*self.args, **self.kwargs)
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e006
 def alive(kind: type) -> list:
-    "The objects of a class that this process holds."
-    kinds = {}   # to ask millions of objects is slow, and some answer for others
+    "All live objects of a class."
+    kinds = {}   # isinstance on millions of objects is slow, and proxies lie
     of_kind = lambda t: kinds[t] if t in kinds else kinds.setdefault(t, issubclass(t, kind))
     return [o for o in gc.get_objects() if of_kind(type(o))]
 
 def _variables() -> list:
-    "Those of this process; one of a graph holds nothing outside of it."
+    "All live variables; a graph's own have no value outside it."
     return [v for v in alive(BaseResourceVariable)
             if v.dtype not in (tf.resource, tf.variant) and not tf.is_symbolic_tensor(v.handle)]
 
@@ -56,27 +56,27 @@ def _size_of(variables: list) -> float:
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e007
 def _free_memory() -> float:
-    "Bytes that a trial may take."
+    "Bytes available to a trial."
     return psutil.virtual_memory().available / 3
 
 def _times_that_fit(
-    call_bytes: float,   # that a call takes now
+    call_bytes: float,   # of a call now
     times: int,
 ) -> int:
-    "How many times as many rows a trial may have: it takes less than half of what the program takes."
+    "How many times more rows a trial may have, within half of the program's memory."
     own = psutil.Process().memory_info().rss / 2
     while times > 1 and call_bytes * times > own: times //= 2
     return times
 
 def _result_bytes(graph, rows: int) -> float:
-    "Of all results of the operations of a graph; an axis of unknown length counts as `rows`."
+    "Bytes of all op results in a graph; unknown axes count as `rows`."
     sizes = lambda t: [rows if n is None else n for n in t.shape] if t.shape.rank is not None else []
     return sum(math.prod(sizes(t)) * t.dtype.size for op in graph.get_operations() for t in op.outputs
                if t.dtype not in (tf.resource, tf.variant, tf.string))
 
 @contextmanager
 def _variables_put_back(most: float | None = None):
-    "After the block, every variable of the process has its old value; yields False without memory for that."
+    "Context manager: restores all variables afterwards; yields False without memory for that."
     some = _variables()
     if _size_of(some) > (_free_memory() if most is None else most):
         yield False
@@ -84,10 +84,10 @@ def _variables_put_back(most: float | None = None):
     with put_back(some): yield True
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e008
-_IN_A_ROW = .1   # s; a short call alone takes longer than one of many: caches and threads are cold
+_IN_A_ROW = .1   # s; a short single call is slower than one of many: cold caches and threads
 
 def in_a_row(call: Callable) -> Callable:
-    "For `compare`: a call as a loop makes it, one after the other."
+    "For `compare`: repeats a short call, as in a loop."
     count = 1
     def arm():
         nonlocal count
@@ -99,7 +99,7 @@ def in_a_row(call: Callable) -> Callable:
     return arm
 
 def _seconds_of(call: Callable, times: int = 3) -> float:
-    "The shortest time of a call as a loop makes it, one after the other, after first ones."
+    "The shortest time of a repeated call, after warm-up."
     return min(compare({'call': in_a_row(call)}, 'step_ms', times, warmup=2).arms[0].times)
 
 _failed = []   # why trials failed
@@ -121,13 +121,13 @@ def _tensors(call: Call) -> list:
 
 def _runner(
     call: Call,
-    given: tf.compat.v1.GraphDef,   # a changed form, or a part, of its graph
-    args: list, held: list,         # tensors for its inputs, and for what it captures
-    read: Callable,                 # gets the function that imports those of some names; returns tensors
-    known: dict = {},               # noqa: B006 -- values for tensors inside, by name
-) -> Callable:                      # of no arguments
+    given: tf.compat.v1.GraphDef,   # its graph, changed or partial
+    args: list, held: list,         # tensors for inputs and captures
+    read: Callable,                 # receives an import function for names; returns tensors
+    known: dict = {},               # noqa: B006 -- values for inner tensors, by name
+) -> Callable:                      # without arguments
     names = [t.op.name for t in call.concrete.inputs]
-    gone = {*names, *(name.partition(':')[0] for name in known)}   # XLA refuses a placeholder
+    gone = {*names, *(name.partition(':')[0] for name in known)}   # XLA rejects placeholders
     nodes = [node for node in given.node if node.name not in gone]
     for node in nodes:
         node.input[:] = [name for name in node.input if name[0] != '^' or name[1:] not in gone]
@@ -143,12 +143,12 @@ def _runner(
         named = dict(zip(names, [*args, *captured])) | known
         inputs = {name: x for name, x in named.items() if {name, name.removesuffix(':0')} & used}
         return read(lambda wanted: tf.graph_util.import_graph_def(given, inputs, wanted, name=''))
-    made = run.get_concrete_function(args, known)   # else TensorFlow warns of repeated traces
+    made = run.get_concrete_function(args, known)   # avoids retracing warnings
     return lambda: made(args, known)
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e00c
-def _computed_up_to(call: Call, wanted: list[tf.Operation]) -> Callable:   # of no arguments
-    "What the graph of a call needs to compute the results of these operations, which it returns."
+def _computed_up_to(call: Call, wanted: list[tf.Operation]) -> Callable:   # without arguments
+    "The part of a call's graph that computes the results of these ops, and returns them."
     made, names = call.concrete, [op.name for op in wanted]
     part = made.graph.as_graph_def()
     nodes, needed, left = {node.name: node for node in part.node}, set(), [*names]
@@ -162,7 +162,7 @@ def _computed_up_to(call: Call, wanted: list[tf.Operation]) -> Callable:   # of 
     return _runner(call, part, _tensors(call), made.captured_inputs, read)
 
 def _whole(made, known: dict) -> Callable:
-    "For `_runner`: all results of a function, and all that it changes."
+    "For `_runner`: all results and side effects of a function."
     gone = {name.partition(':')[0] for name in known}
     changes = [op.name for op in made.graph.control_outputs if op.name not in gone]
     ends = [t.name for t in made.outputs]
@@ -173,28 +173,28 @@ def _whole(made, known: dict) -> Callable:
     return read
 
 def _changed(call: Call, given: tf.compat.v1.GraphDef, known: dict = {}) -> Callable:   # noqa: B006
-    "The whole of a call, by a changed form of its graph."
+    "A complete call with a changed graph."
     made = call.concrete
     return _runner(call, given, _tensors(call), made.captured_inputs, _whole(made, known), known)
 
-def _done_without(call: Call, some: list[tf.Operation]) -> Callable:   # of no arguments
-    "A call in whose graph the results of these operations are known."
+def _done_without(call: Call, some: list[tf.Operation]) -> Callable:   # without arguments
+    "A call with the results of these ops replaced by known values."
     results = _computed_up_to(call, some)()
     known = {f'{op.name}:{i}': x for op, values in zip(some, results) for i, x in enumerate(values)}
     return _changed(call, call.concrete.graph.as_graph_def(), known)
 
-def _without_changes(call: Call, some: list[tf.Operation]) -> Callable:   # of no arguments
-    "A call in which these operations, that write variables, are left out with all that only they need."
+def _without_changes(call: Call, some: list[tf.Operation]) -> Callable:   # without arguments
+    "A call without these variable-writing ops and everything only they need."
     given, gone = call.concrete.graph.as_graph_def(), {op.name for op in some}
     for node in given.node:
-        if node.name in gone:   # others wait for it by this name
+        if node.name in gone:   # target of control inputs
             node.op = 'NoOp'
             del node.input[:]
             node.attr.clear()
     return _changed(call, given)
 
-def _without_devices(call: Call) -> Callable:   # of no arguments
-    "A call whose operations TensorFlow places by itself."
+def _without_devices(call: Call) -> Callable:   # without arguments
+    "A call with op placement left to TensorFlow."
     given = call.concrete.graph.as_graph_def()
     for node in given.node: node.device = ''
     return _changed(call, given)
@@ -202,13 +202,13 @@ def _without_devices(call: Call) -> Callable:   # of no arguments
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e00d
 def _left(
     call: Call,
-    changed: Callable,        # makes the step without a part
-    as_graph: bool = True,    # whether that runs as a graph, and not as the function itself
+    changed: Callable,        # builds the step without a part
+    as_graph: bool = True,    # whether it runs as a graph rather than the function itself
 ) -> float | None:
-    "The time of a step without a part, as a share of the step; None if the trial fails or rounds disagree."
+    "Time of a step without a part, relative to the step; None if trials fail or disagree."
     itself = lambda: call.function(*call.args, **call.kwargs)
     def compared():
-        # to call a function of many variables takes time of its own, which stays
+        # calling a function with many variables has a fixed cost
         same = _changed(call, call.concrete.graph.as_graph_def()) if as_graph else itself
         arms = {'itself': itself, 'whole': same, 'without': changed()}
         return compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 5, warmup=2).arms
@@ -220,9 +220,9 @@ def _left(
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e010
 def _write_type(attributes, kinds: set, to: tf.DType, names: dict):
-    "Write another type of numbers in attributes of a graph, and the new names of its functions."
+    "Set another dtype, and new function names, in graph attributes."
     number = to.as_datatype_enum
-    for a in attributes:   # to write any field of one, also the same value, makes it that kind
+    for a in attributes:   # assigning any field changes an attribute's kind
         kind = a.WhichOneof('value')
         if a.type in kinds: a.type = number
         if kind == 'list': a.list.type[:] = [number if t in kinds else t for t in a.list.type]
@@ -233,7 +233,7 @@ def _write_type(attributes, kinds: set, to: tf.DType, names: dict):
             _write_type(f.attr.values(), kinds, to, names)
 
 def _graph_in_type(graph, some: tuple, to: tf.DType) -> tf.compat.v1.GraphDef:
-    "The same operations with another type in place of some types of numbers."
+    "The same ops with some dtypes replaced."
     given, kinds = graph.as_graph_def(), {kind.as_datatype_enum for kind in some}
     names = {f.signature.name: f'{f.signature.name}_in_{to.name}' for f in given.library.function}
     for f in given.library.function:
@@ -241,7 +241,7 @@ def _graph_in_type(graph, some: tuple, to: tf.DType) -> tf.compat.v1.GraphDef:
         _write_type(f.attr.values(), kinds, to, names)
         for arg in (*f.signature.input_arg, *f.signature.output_arg):
             if arg.type in kinds: arg.type = to.as_datatype_enum
-    del given.library.gradient[:]   # nothing is differentiated any more
+    del given.library.gradient[:]   # no more differentiation
     for node in itertools.chain(given.node, *(f.node_def for f in given.library.function)):
         node.op = names.get(node.op, node.op)
         _write_type(node.attr.values(), kinds, to, names)
@@ -250,13 +250,13 @@ def _graph_in_type(graph, some: tuple, to: tf.DType) -> tf.compat.v1.GraphDef:
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e011
 def in_type(
     call: Call,
-    kinds: tuple,                # of its numbers, that are changed
+    kinds: tuple,                # dtypes to replace
     to: tf.DType = tf.float32,
-) -> Callable:                   # of no arguments
-    "The compiled function of a call with another type of numbers, on copies of what it reads."
+) -> Callable:                   # without arguments
+    "A call's compiled function in another dtype, on copies of its inputs."
     made = call.concrete
     given, variables = _graph_in_type(made.graph, kinds, to), {id(v.handle): v for v in made.graph.variables}
-    for f in given.library.function: context().add_function_def(f)   # branches are looked up there
+    for f in given.library.function: context().add_function_def(f)   # looked up by branches
     cast = lambda x: tf.cast(x, to) if x.dtype in kinds else tf.convert_to_tensor(x)
     copies = [variables.get(id(t)) for t in made.captured_inputs]
     copies = [v if v is None else tf.Variable(cast(v)) for v in copies]

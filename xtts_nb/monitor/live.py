@@ -31,14 +31,14 @@ from ..sampler import (
 
 # %% ../../nbs/50_monitoring.ipynb #2744cd7e
 def _curves(samples) -> tuple[dict, tuple]:
-    "`{label: (seconds, values)}` of the main devices, and `(label, seconds, values)` of the grey line."
+    "`{label: (seconds, values)}` of the main devices; `(label, seconds, values)` of the grey line."
     curves = series(samples)
     gpus = {label: c for label, c in curves.items() if label != 'CPU'}
     if gpus: return gpus, ('CPU', *curves['CPU']) if 'CPU' in curves else ()
     return curves, ('this process', *series(samples, 'process')['CPU']) if 'CPU' in curves else ()
 
 def _device_names(samples) -> str:
-    "The main devices in one line: `GPU 0: NVIDIA H200`, `GPU 0 and 1: NVIDIA H200`, `CPU: ...`."
+    "The main devices: `GPU 0: NVIDIA H200`, `GPU 0 and 1: NVIDIA H200`, `CPU: ...`."
     names = {label: d.name for s in samples for label, d in s.devices.items()}
     gpus = {label: name for label, name in names.items() if label != 'CPU'} or names
     if len(gpus) > 1 and len(set(gpus.values())) == 1:
@@ -47,23 +47,23 @@ def _device_names(samples) -> str:
     return ', '.join(f'{label}: {name}' for label, name in gpus.items()) or 'no device could be read'
 
 def _phases_of(
-    values: dict,   # what a training reported
+    values: dict,   # reported by a training
 ) -> dict:          # {phase: ms}
-    "Those values that are phases of a step."
+    "The values that are phases of a step."
     return {k.removesuffix('_ms'): float(v) for k, v in values.items() if k.endswith('_ms') and v is not None}
 
 def _format_value(value) -> str:
-    "A reported value as text; a tensor is fetched here, and not before."
+    "A reported value as text; fetches tensors."
     if isinstance(value, str | int): return str(value)
     return f'{float(value):.4g}' if hasattr(value, '__float__') else str(value)
 
 def _values_line(values: dict) -> str:
-    "The known values without the phases, in one line."
+    "A line of all values except phases."
     known = {k: v for k, v in values.items() if v is not None and not k.endswith('_ms')}
     return ' · '.join(f'{k} {_format_value(v)}' for k, v in known.items())
 
 def _plot_marks(ax, samples, marks):
-    "A dotted line for each mark; its name only where there is room."
+    "A dotted line per mark, with its name if there is room."
     if not samples: return
     span, free = samples[-1].time - samples[0].time, -1.
     for when, name in marks:
@@ -75,17 +75,16 @@ def _plot_marks(ax, samples, marks):
                 bbox=dict(facecolor='white', edgecolor='none', alpha=.7, pad=.3))
 
 # %% ../../nbs/50_monitoring.ipynb #aad52e4b
-# behind the arms of a comparison
 _ARM_SHADES = '#fbe3d6', '#dff0e6', '#e3e9f6', '#f5eecf'
 
 def _arm_shades(
-    arms,   # (time, name) of the beginning of each arm in the whole run
+    arms,   # (time, name) of each variant's starts in the whole run
 ) -> dict:  # {name: shade}
-    "The shade of each arm, by the order in which the names first appeared."
+    "The shade of each variant, in order of first appearance."
     return dict(zip(dict.fromkeys(name for _, name in arms), itertools.cycle(_ARM_SHADES)))
 
 def _thin(seconds, values, points: int = 600):
-    "At most `points` means of neighbours; a bin with a NaN is NaN."
+    "Downsample to at most `points` means; a bin with a NaN is NaN."
     k = max(1, -(-len(values) // points))
     n = len(values) // k * k
     return seconds[:n].reshape(-1, k).mean(1), values[:n].reshape(-1, k).mean(1)
@@ -94,16 +93,16 @@ def plot_samples(
     samples,            # `Sample`s in order
     title: str = None,  # default: the devices' names
     marks=(),           # (time, name) pairs, as in `Sampler.marks`
-    arms=(),            # (time, name) of the beginning of each arm of a comparison
-    note: str = '',     # small print below
+    arms=(),            # (time, name) of each variant's starts
+    note: str = '',     # small text below
     losses=(),          # (seconds, loss) pairs, for a second panel
-    phases: dict = {},  # noqa: B006 -- {phase: ms}, for a bar below it; only read
+    phases: dict = {},  # noqa: B006 -- {phase: ms}, for a bar below it
 ):                      # matplotlib Figure
-    "Utilisation over time, a curve per device, its mean dashed, arms shaded; next to it what was reported."
+    "Plot utilisation over time per device (mean dashed, variants shaded), next to reported values."
     from matplotlib.figure import Figure
     samples, beside = list(samples), len(losses) > 1 or bool(phases)
     fig = Figure(figsize=(9.4 if beside else 7.2, 2.5), layout='constrained')
-    fig._repr_png_ = lambda: png_bytes(fig)   # Jupyter shows it even where pyplot was never imported
+    fig._repr_png_ = lambda: png_bytes(fig)   # for Jupyter without pyplot
     grid = fig.add_gridspec(2, 1 + beside, height_ratios=[3, 1], width_ratios=[3, 1.25] if beside else None)
     if beside: _plot_training(fig, grid, losses, phases)
     ax = fig.add_subplot(grid[:, 0], ylim=(0, 103), ylabel='utilisation (%)')
@@ -122,7 +121,7 @@ def plot_samples(
 
 # %% ../../nbs/50_monitoring.ipynb #a4a5c0e4
 def _plot_arms(ax, samples, arms, curves):
-    "Each arm shaded; above it its name and each device's mean, which is dashed below."
+    "Shade each variant; above it its name and each device's mean, which is dashed below."
     start, last, numbers, dashed = samples[0].time, samples[-1].time, summarise_arms(samples, arms), []
     for name, begin, end in arm_spans(arms, last):
         begin, end = max(begin, start) - start, end - start
@@ -136,7 +135,7 @@ def _plot_arms(ax, samples, arms, curves):
     ax.set(ylim=(0, 119), yticks=range(0, 101, 25))
 
 def _style_axes(fig, ax, title: str, note: str):
-    "Light axes, the title on the left, the legend above the plot."
+    "Light axes, title on the left, legend above the plot."
     ax.margins(x=.01)
     ax.grid(axis='y', color='#e6e6e6', lw=.7)
     ax.set_axisbelow(True)
@@ -147,7 +146,7 @@ def _style_axes(fig, ax, title: str, note: str):
     if note: fig.text(.995, .015, note, ha='right', size=8, color='#666666')
 
 def _plot_training(fig, grid, losses, phases: dict):
-    "The losses in the upper right, one bar of phases in the lower right."
+    "Losses in the upper right, a bar of phases in the lower right."
     top, bottom = fig.add_subplot(grid[0, 1]), fig.add_subplot(grid[1, 1])
     if len(losses) > 1: top.plot(*zip(*losses), color='#333333', lw=1.1)
     top.set_title('loss', loc='left', size=9)
@@ -165,9 +164,9 @@ def _plot_training(fig, grid, losses, phases: dict):
 
 # %% ../../nbs/50_monitoring.ipynb #55bad4df
 def _summary_lines(
-    summary: dict,   # of `summarise` or `Sampler.summary`
+    summary: dict,   # from `summarise` or `Sampler.summary`
 ) -> list[str]:
-    "One sentence per device: how busy, how idle, how much memory."
+    "A sentence per device: utilisation, idle time, memory."
     lines = []
     for label, d in summary['devices'].items():
         name = f'{label} ({d["name"]})'
@@ -184,9 +183,9 @@ def _summary_lines(
     return lines + [f'{summary["samples"]} samples over {summary["seconds"]:.1f} s{missing}{cost}.']
 
 def _arm_lines(
-    arms: dict,   # of `summarise_arms`
+    arms: dict,   # from `summarise_arms`
 ) -> list[str]:
-    "One sentence per arm and device, and how much busier the last arm kept each device than the first."
+    "A sentence per variant and device, and the last variant's utilisation compared with the first."
     lines, names = [], list(arms)
     for name, devices in arms.items():
         for label, d in devices.items():
@@ -205,7 +204,7 @@ def _arm_lines(
 
 # %% ../../nbs/50_monitoring.ipynb #545e3069
 def _path(seconds, values, span: float) -> str:
-    "An SVG path, 600 units for `span` seconds and one per percent, newest at x = 600; a NaN leaves a gap."
+    "An SVG path: 600 units per `span` seconds, 1 per percent, newest at x = 600; NaN: gap."
     out, command = [], 'M'
     for x, y in zip(600 + 600 / span * (seconds - seconds[-1]), 100 - values):
         if y == y: out.append(f'{command}{x:.0f} {y:.0f}')
@@ -213,7 +212,7 @@ def _path(seconds, values, span: float) -> str:
     return ' '.join(out)
 
 def _band(name: str, begin: float, end: float, shade: str, span: float) -> str:
-    "A shaded part of the grid with its name; both times in seconds before now."
+    "A named, shaded part of the grid; times in seconds before now."
     left, right = max(0., 600 - 600 / span * begin), 600 - 600 / span * end
     return (f'<rect x="{left:.0f}" width="{max(0., right - left):.0f}" height="100" fill="{shade}" '
             f'fill-opacity=".55"/><text x="{left + 4:.0f}" y="9">{html.escape(name)}</text>')
@@ -221,9 +220,9 @@ def _band(name: str, begin: float, end: float, shade: str, span: float) -> str:
 def _field(
     curves: dict, behind: tuple,
     arms=(),             # (name, begin, end, shade), s before now
-    span: float = 60.,   # s that are shown
+    span: float = 60.,   # s shown
 ) -> str:
-    "The curves of the devices as SVG on a grid, over the thin grey one; arms are shaded and named."
+    "SVG of the device curves on a grid, above the grey one; variants are shaded and named."
     lines = [(c, 1.2, t, v) for c, (t, v) in zip(COLOURS * len(curves), curves.values())]
     if behind: lines.insert(0, ('#999999', .6, *behind[1:]))
     grid = ''.join(f'<path d="M0 {y}H600" stroke="#999" stroke-width=".4"/>'
@@ -235,7 +234,7 @@ def _field(
             f'<text y="114">{span:.0f} s ago</text><text x="600" y="114" text-anchor="end">now</text></svg>')
 
 def _phase_bar(phases: dict) -> str:
-    "Where the host spends a step: one bar, and the numbers below it."
+    "The host's time per step: a bar with numbers below it."
     if not sum(phases.values()): return ''
     colours = {name: PHASE_COLOURS.get(name, '#999999') for name in phases}
     share = {name: 100 * ms / sum(phases.values()) for name, ms in phases.items()}
@@ -247,11 +246,11 @@ def _phase_bar(phases: dict) -> str:
 
 # %% ../../nbs/50_monitoring.ipynb #1e8d0ad5
 def _meter(used: float, total: float, colour: str) -> str:
-    "A bar for a share, with both numbers in GiB."
+    "A bar of used memory, with both numbers in GiB."
     return (f'<span class="meter"><i style="width:{100 * used / total:.0f}%;background:{colour}"></i></span>'
             f'{used / 2**30:.1f} of {total / 2**30:.0f} GiB')
 
-_READINGS = (   # field of a device, its text, and its unit
+_READINGS = (   # device field, label, unit
     ('process', 'this process {:.0f} %', 1), ('sm_active', 'multiprocessors {:.0f} %', 1),
     ('tensor_active', 'tensor cores {:.0f} %', 1), ('power', '{:.0f} W', 1), ('temperature', '{:.0f} °C', 1),
     ('clock', '{:.0f} MHz', 1), ('from_host', 'PCIe in {:.1f} GB/s', 1e9),
@@ -259,7 +258,7 @@ _READINGS = (   # field of a device, its text, and its unit
     ('disk_write', 'writes {:.1f} MB/s', 1e6))
 
 def _reading(label: str, device, colour: str) -> str:
-    "One device's present numbers, in its colour."
+    "A device's current readings, in its colour."
     has = lambda name: getattr(device, name, None)
     busy = 'no reading' if has('utilisation') is None else f'{device.utilisation:.0f} %'
     memory = '' if has('memory_used') is None else _meter(device.memory_used, device.memory_total, colour)
@@ -289,12 +288,12 @@ _LIVE_STYLE = """<style>
 </style>"""
 
 def live_html(
-    samples,              # `Sample`s in order; the last minute is shown, or less if there is less
-    values: dict = {},    # noqa: B006 -- what the training reported; only read
-    elapsed: float = 0,   # s since the view began
-    arms=(),              # (time, name) of the beginning of each arm
+    samples,              # `Sample`s in order; shows up to the last minute
+    values: dict = {},    # noqa: B006 -- reported by the training
+    elapsed: float = 0,   # s since the view started
+    arms=(),              # (time, name) of each variant's starts
 ) -> str:
-    "One frame of the live view: numbers of the training, phases, curves, readings."
+    "A frame of the live view: training values, phases, curves, readings."
     if not samples: return '<i>waiting for the first sample</i>'
     recent = [s for s in samples if s.time > samples[-1].time - 60]
     curves, behind = _curves(recent)
@@ -302,7 +301,7 @@ def live_html(
     span = min(60., max(10., now - samples[0].time))
     shown = [(name, now - begin, now - end, shades[name]) for name, begin, end in arm_spans(arms, now)
              if end > recent[0].time]
-    some = samples[::-(-len(samples) // 600)]   # a frame costs the same however long the arms are
+    some = samples[::-(-len(samples) // 600)]   # constant cost per frame
     numbers = ''.join(f'<div>{html.escape(line)}</div>' for line in _arm_lines(summarise_arms(some, arms)))
     readings = ''.join(_reading(label, recent[-1].devices.get(label), colour)
                        for colour, label in zip(COLOURS * len(curves), curves))
@@ -317,34 +316,34 @@ def _shell():
     return ipython.get_ipython() if ipython else None
 
 def _has_frontend() -> bool:
-    "Whether a Jupyter kernel runs this and nobody is testing."
+    "Whether this runs in a Jupyter kernel outside tests."
     return getattr(_shell(), 'kernel', None) is not None and not os.environ.get('IN_TEST')
 
 class _Live:
-    "What `gpu_live` returns: `sampler`, `update(...)`, `losses`, and after the block `figure` and `summary`."
+    "The result of `gpu_live`: `sampler`, `update(...)`, `losses`; later `figure`, `summary`."
     def __init__(self,
         sampler: Sampler,
-        title: str | None = None,   # of the final picture
-        refresh: float = 0.5,       # s between two frames
+        title: str | None = None,   # of the final plot
+        refresh: float = 0.5,       # s between frames
         say=print,                  # receives the summary
     ):
         self.sampler, self.title, self.refresh, self.say = sampler, title, refresh, say
         self.values, self.losses, self._noted, self._lock = {}, [], None, threading.Lock()
         self.figure, self.summary, self._thread, self._drawing = None, None, None, None
-        self.arms = []   # (time, name) of the beginning of each arm
+        self.arms = []   # (time, name) of each variant's starts
 
     def update(self, **values):
-        "Show these values of the training: `live.update(step=3, loss=loss, wait_ms=2.)`."
-        with self._lock: self.values = self.values | values   # callbacks may come from two threads
+        "Show values of the training: `live.update(step=3, loss=loss, wait_ms=2.)`."
+        with self._lock: self.values = self.values | values   # callbacks may run in two threads
         if isinstance(values.get('loss'), (float, np.floating)): self._note_loss()
 
     def arm(self, name: str):
-        "From here on the device is measured as this arm of a comparison: `live.arm('before')`."
-        with suppress(StopIteration): self.sampler.sample()   # what ran until now belongs to the arm before
+        "Start a variant of a comparison: `live.arm('before')`."
+        with suppress(StopIteration): self.sampler.sample()   # belongs to the previous variant
         self.arms.append((self.sampler.clock(), name))
 
     def _note_loss(self):
-        "Append the latest loss to the curve; if it still is a tensor, this fetches it."
+        "Append the latest loss to the curve; fetches it if it is a tensor."
         loss = self.values.get('loss')
         if loss is self._noted or not hasattr(loss, '__float__'): return
         self._noted = loss
@@ -355,7 +354,7 @@ class _Live:
 @patch
 def __enter__(self: _Live) -> _Live:
     self.started, self._stop = self.sampler.clock(), threading.Event()
-    with suppress(StopIteration): self.sampler.sample()   # a recorded trace may be over
+    with suppress(StopIteration): self.sampler.sample()   # a recorded trace may end
     self.sampler.start()
     if _has_frontend(): self._open()
     return self
@@ -403,10 +402,10 @@ _CURTAIN = """<style>
 </style>"""
 
 def _replay_svg(
-    fig,              # of `plot_samples`
-    seconds: float,   # that it shows
+    fig,              # from `plot_samples`
+    seconds: float,   # its duration
 ) -> str:
-    "The picture as SVG that replays the run, in at most 12 s and again and again; it needs no script."
+    "An SVG animation that replays the run in at most 12 s, in a loop, without scripts."
     import matplotlib
     from matplotlib.patches import Rectangle
     ax, out = fig.axes[-1], io.StringIO()
@@ -426,7 +425,7 @@ def _leave_picture(self: _Live, text: str):
     from IPython.display import display
     picture = {'image/png': png_bytes(self.figure), 'text/plain': f'Utilisation of {text}'}
     samples = self.sampler.samples
-    if self.arms and len(samples) > 1:   # a comparison is played again wherever the page is read
+    if self.arms and len(samples) > 1:   # comparisons are animated
         picture['image/svg+xml'] = _replay_svg(self.figure, samples[-1].time - samples[0].time)
     if not self._thread: return display(picture, raw=True)
     self._handle.update(picture, raw=True)
@@ -435,20 +434,20 @@ def _leave_picture(self: _Live, text: str):
 def gpu_live(
     probe=None,                 # callable that returns a `Sample`; default: the GPUs, else the CPU
     interval: float = 0.1,      # s between two samples
-    title: str | None = None,   # of the picture that remains
-    refresh: float = 0.5,       # s between two frames of the live view
-    say=print,                  # receives what is used instead of a GPU, and the summary
+    title: str | None = None,   # of the final plot
+    refresh: float = 0.5,       # s between frames of the live view
+    say=print,                  # receives the fallback device, if any, and the summary
 ) -> _Live:
-    "Watch the device while the block runs: `with gpu_live() as live: trainer.fit(...)`."
+    "Monitor the device during a block: `with gpu_live() as live: trainer.fit(...)`."
     return _Live(Sampler(probe or best_probe(say), interval, say=say), title, refresh, say)
 
 # %% ../../nbs/50_monitoring.ipynb #33cccdfb
-def LiveCallback(phases: bool = True, **kwargs):   # the others as of `gpu_live`
-    "A Keras callback that shows `gpu_live` during `fit`, with losses, phases, AU; `live` keeps the result."
+def LiveCallback(phases: bool = True, **kwargs):   # kwargs as for `gpu_live`
+    "A Keras callback that runs `gpu_live` in `fit`, with losses, phases and AU; result in `live`."
     import keras
     from xtts_nb.monitor.loop import FitPhases
     class LiveCallback(keras.callbacks.Callback):
-        async_safe = True   # stores what it is given and reads nothing
+        async_safe = True   # stores logs without fetching them
         live, _epoch = None, 1
         def on_train_begin(self, logs=None):
             self._close()
@@ -467,7 +466,7 @@ def LiveCallback(phases: bool = True, **kwargs):   # the others as of `gpu_live`
         def on_train_batch_end(self, batch, logs=None):
             self.live.update(**{'epoch': self._epoch, 'batch': batch + 1} | (logs or {}))
         def on_epoch_end(self, epoch, logs=None):
-            self._epoch = epoch + 2   # a loop that is not Keras's own may report only the ends of epochs
+            self._epoch = epoch + 2   # custom loops may report only epoch ends
             self.live.update(**logs or {})
         def on_train_end(self, logs=None): self._close()
         def _close(self, *result):
@@ -493,7 +492,7 @@ def _csv(sample: Sample, date: str) -> str:
     return out.getvalue().removesuffix('\n')
 
 def _log(path: str | Path | None):
-    "A function that appends a sample to `path`; raises `UserError` for a wrong ending or an old file."
+    "A function that appends samples to `path`; `UserError` for a wrong suffix or existing file."
     if path is None: return lambda sample: None
     line = {'.jsonl': _jsonl, '.csv': _csv}.get(Path(path).suffix.lower())
     if not line: raise UserError(f'{path}: a log ends in .jsonl or .csv; give it one of these names.')
@@ -504,16 +503,16 @@ def _log(path: str | Path | None):
 
 # %% ../../nbs/50_monitoring.ipynb #eff324be
 def _bar(share: float, width: int = 24) -> str:
-    "A bar of blocks for a share of 1."
+    "A bar of block characters for a share."
     full = round(min(1., max(0., share)) * width)
     return '█' * full + '░' * (width - full)
 
 def _spark(values, width: int = 30) -> str:
-    "The last readings as small blocks."
+    "The last readings as a sparkline."
     return ''.join(' ' if v != v else '▁▂▃▄▅▆▇█'[min(7, int(v // 12.5))] for v in values[-width:])
 
 def _table(samples: list, head: str):
-    "The present readings of every device as a rich table."
+    "The current readings of all devices as a rich table."
     from rich.markup import escape
     from rich.table import Table
     table = Table(title=head, title_justify='left', title_style='bold', box=None, padding=(0, 1))
@@ -537,12 +536,12 @@ def _table(samples: list, head: str):
 def monitor(
     duration: float | None = None,        # s; `None` or 0: until Ctrl-C
     interval: float = 1.0,                # s between two samples
-    log_file: str | Path | None = None,   # .jsonl or .csv, must not exist yet
+    log_file: str | Path | None = None,   # new .jsonl or .csv
     probe=None,                           # callable that returns a `Sample`; default: the GPUs, else the CPU
     console=None,                         # a rich Console; default: the terminal
     clock=time.perf_counter, sleep=time.sleep,   # for tests
-) -> dict:                                # of `Sampler.summary`, with `log_file` and `interrupted`
-    "Watch in the terminal; raises `UserError` for a log file that exists or has another ending."
+) -> dict:                                # `Sampler.summary` with `log_file` and `interrupted`
+    "Monitor in the terminal; raises `UserError` for an existing log file or another suffix."
     from rich.console import Console
     from rich.live import Live as Screen
     if duration is not None and duration < 0:
@@ -564,12 +563,12 @@ def monitor(
                 if duration and clock() - start >= duration: break
                 due = max(due + interval, clock())
                 sleep(max(0., (min(due, start + duration) if duration else due) - clock()))
-        except StopIteration: pass   # a recorded trace is over
+        except StopIteration: pass   # end of a recorded trace
         except KeyboardInterrupt: interrupted = True
-    if not console.is_terminal: console.line()   # rich ends its last frame without a line break there
+    if not console.is_terminal: console.line()   # rich omits the final newline there
     return sampler.summary() | dict(log_file=str(log_file) if log_file else None, interrupted=interrupted)
 
 def _head(seconds: float, duration: float | None, log_file) -> str:
-    "How far it is, and how it ends."
+    "Progress, and how to stop."
     until = f' of {duration:.0f} s {_bar(seconds / duration, 12)}' if duration else ' s, Ctrl-C ends'
     return f'{seconds:.0f}{until}' + (f' · log {Path(log_file).name}' if log_file else '')

@@ -29,15 +29,15 @@ from ..devices import to_device
 # %% ../../nbs/monitor/loop.ipynb #c2c0ffee
 @dataclass
 class _Interval:
-    "What happened between two log lines, in seconds of the host."
+    "Host time between two log lines, in seconds."
     spent: dict = field(default_factory=lambda: dict.fromkeys(PHASES, 0.))
-    left_out: float = 0.                                  # in steps that traced
-    counted: int = 0                                      # steps that did not trace
-    alone: list[float] = field(default_factory=list)      # what each of them would take alone
+    left_out: float = 0.                                  # seconds in steps that traced
+    counted: int = 0                                      # steps without a trace
+    alone: list[float] = field(default_factory=list)      # seconds of each of them alone
 
 class StepTimer:
-    "Clips per second, AU, and where the host spent its time, from log line to log line."
-    def __init__(self, clips_per_step: int, alone: dict):   # {shape: seconds of a step alone}, grows here
+    "Clips per second, AU and host phases between log lines."
+    def __init__(self, clips_per_step: int, alone: dict):   # {shape: s of a step alone}, updated
         self.clips_per_step, self.alone = clips_per_step, alone
         self.rates, self.compile_seconds, self.latest = [], 0., None
         self.restart()
@@ -51,7 +51,7 @@ class StepTimer:
         self.interval.spent[name] += time.perf_counter() - start
 
     def run(self, step, batch, *more):
-        "Call `step`; of each shape the first (it compiles) is left out, the next three are timed alone."
+        "Call `step`; per shape, excludes the first call (it compiles), times the next three alone."
         shape = _shapes_of(tf.nest.flatten(batch, expand_composites=True))
         first, known, traces = shape not in self.alone, self.alone.setdefault(shape, []), trace_count(step)
         alone = len(known) < 3
@@ -78,13 +78,13 @@ def take_interval(self: StepTimer) -> _Interval:
 
 @patch
 def metrics(self: StepTimer, interval: _Interval, arrived: float) -> dict:
-    "Of an interval that ended when its losses arrived; null where every step of it traced."
+    "Metrics of an interval that ended when its losses arrived; None if every step traced."
     wall, self.start = arrived - self.start - interval.left_out, arrived
     if not interval.counted or wall <= 0:
         return dict.fromkeys(('clips_per_s', 'au', *(f'{p}_ms' for p in PHASES)))
     self.rates.append(interval.counted * self.clips_per_step / wall)
     each = {f'{p}_ms': round(1e3 * interval.spent[p] / interval.counted, 3) for p in PHASES}
-    au = sum(interval.alone) / wall   # above 1 where a step alone was measured too long
+    au = sum(interval.alone) / wall   # above 1 if a step alone was overestimated
     return {'clips_per_s': round(self.rates[-1], 2), 'au': round(au, 3), **each}
 
 @patch
@@ -97,7 +97,7 @@ def _number(dataset, name: str) -> int | None:
     return None if value is None else int(value)
 
 def _host_part(dataset) -> tuple:   # (dataset, device or None, buffer on the device)
-    "The part of a pipeline that runs on the host, and the device stage behind it."
+    "The host part of a pipeline, and the device stage after it."
     chain = [dataset]
     while hasattr(chain[-1], '_input_dataset'): chain.append(chain[-1]._input_dataset)
     for behind, stage in zip([None, *chain], chain):
@@ -106,17 +106,17 @@ def _host_part(dataset) -> tuple:   # (dataset, device or None, buffer on the de
     return dataset, None, 0
 
 def _prefetch_on_device(dataset, device: str | None, buffer: int):
-    "`dataset` with the device stage that `_host_part` removed."
+    "Restore the device stage that `_host_part` removed."
     return dataset.apply(tf.data.experimental.prefetch_to_device(device, buffer or 2)) if device else dataset
 
 def _change_host_part(dataset, change: Callable):
-    "The pipeline with `change` of its host part and the same device stage; None if it is not a pipeline."
+    "The pipeline with `change` applied to its host part; None if it is not a pipeline."
     if not isinstance(dataset, tf.data.Dataset): return None
     host, device, buffer = _host_part(dataset)
     return _prefetch_on_device(change(host), device, buffer)
 
 def _dataset_graph(dataset) -> tf.compat.v1.GraphDef | None:
-    "The host part of a pipeline as a TensorFlow graph; None where there is none."
+    "The host part of a pipeline as a TensorFlow graph, or None."
     if not isinstance(dataset, tf.data.Dataset): return None
     graph, variant = tf.compat.v1.GraphDef(), _host_part(dataset)[0]._variant_tensor
     write = tf.raw_ops.DatasetToGraphV2
@@ -125,14 +125,14 @@ def _dataset_graph(dataset) -> tf.compat.v1.GraphDef | None:
     return graph if graph.node else None
 
 def operations(graph) -> list[str]:
-    "The type of every operation, including those inside functions."
+    "The types of all ops, including those in functions."
     return [n.op for n in graph.node] + [n.op for f in graph.library.function for n in f.node_def]
 
 def python_operations(dataset) -> int | None:
-    "How many operations of a pipeline call Python; None if they cannot be known."
+    "Number of ops in a pipeline that call Python; None if unknown."
     if not isinstance(dataset, tf.data.Dataset): return None
     left, types = [dataset], []
-    while left:   # the graph of the whole would hold the arrays of the program
+    while left:   # stage by stage: the whole graph would contain the program's arrays
         here = left.pop()
         left += here._inputs()
         if type(here).__name__ == '_VariantDataset':   # made of a graph
@@ -143,18 +143,18 @@ def python_operations(dataset) -> int | None:
 
 # %% ../../nbs/monitor/loop.ipynb #b38a9d7d
 _READERS = 'ReadFile', 'TFRecord', 'TextLine', 'FixedLengthRecord', 'CSV'
-_UNEVEN = (   # an element that goes in is not one element that comes out
+_UNEVEN = (   # stages with different input and output counts
     'FlatMap', 'Interleave', 'Filter', 'Unbatch', 'Window', 'GroupBy', 'TakeWhile', 'Rebatch', 'Bucket')
 
 @dataclass(frozen=True)
 class Stage:
-    "One transformation of a pipeline."
-    name: str              # as TensorFlow calls it, such as ParallelMap
+    "A transformation in a pipeline."
+    name: str              # TensorFlow's name, such as ParallelMap
     dataset: tf.data.Dataset   # up to and with this stage
-    calls: int | None      # in parallel; -1: TensorFlow chooses, None: one after the other
-    buffer: int | None     # elements fetched ahead
-    operations: tuple      # types, of its function
-    elements: int | None   # that make one batch at the end of the pipeline; None: unknown
+    calls: int | None      # parallel calls; -1: AUTOTUNE, None: sequential
+    buffer: int | None     # prefetched elements
+    operations: tuple      # op types of its function
+    elements: int | None   # per final batch; None: unknown
 
     @property
     def python(self) -> bool: return any('PyFunc' in op for op in self.operations)
@@ -163,13 +163,13 @@ class Stage:
     def reads(self) -> bool: return any(r in op for r in _READERS for op in (self.name, *self.operations))
 
 def _chain(dataset) -> list:
-    "A dataset and those that it was made from, each by its first input."
+    "A dataset and its ancestors, by first input."
     out = [dataset] if dataset is not None else []
     while out and (inputs := out[-1]._inputs()): out.append(inputs[0])
     return out
 
 def stages(dataset) -> list[Stage]:
-    "The stages of the host part of a pipeline, from the source on; none if it is not a `tf.data.Dataset`."
+    "The stages of a pipeline's host part, from the source; empty if it is not a `tf.data.Dataset`."
     if not isinstance(dataset, tf.data.Dataset): return []
     out, elements = [], 1
     for here in _chain(_host_part(dataset)[0]):
@@ -183,30 +183,30 @@ def stages(dataset) -> list[Stage]:
 
 # %% ../../nbs/monitor/loop.ipynb #aa345b6b
 def variation(seconds) -> float:
-    "Standard deviation divided by the mean."
+    "Coefficient of variation."
     return float(np.std(seconds) / np.mean(seconds)) if len(seconds) and np.mean(seconds) > 0 else 0.
 
 def find_cycle(
-    seconds,                # of batches in order
-) -> tuple[int, float]:     # (length of the cycle in batches, autocorrelation); (0, 0.0) if there is none
-    "The strongest repetition in a series of times."
+    seconds,                # per batch, in order
+) -> tuple[int, float]:     # (cycle length in batches, autocorrelation); (0, 0.0) for none
+    "The strongest cycle in a series of times."
     x, at = np.asarray(seconds, float), np.arange(len(seconds))
     if len(x) < 8: return 0, 0.
     size = np.abs(x).max()
-    x = x - np.polyval(np.polyfit(at, x, 1), at)   # times that only grow do not repeat
+    x = x - np.polyval(np.polyfit(at, x, 1), at)   # remove the trend
     if np.ptp(x) <= 1e-9 * size: return 0, 0.
     power, lags = float(x @ x), range(2, len(x) // 3 + 1)
     found = [(float(x[:-lag] @ x[lag:]) / power * len(x) / (len(x) - lag), lag) for lag in lags]
     best = max(found)[0]
     if best < 0.3: return 0, 0.
-    value, lag = next(f for f in found if f[0] > 0.9 * best)   # not one of its multiples
+    value, lag = next(f for f in found if f[0] > 0.9 * best)   # not a multiple
     return lag, round(min(1., value), 2)
 
 def _whole_cycles(
-    seconds,                # of batches in order
-    first: int = 0,         # those before are left out
+    seconds,                # per batch, in order
+    first: int = 0,         # skip those before
 ) -> list:
-    "The later times; where they repeat, only whole cycles of them, so that their mean is that of a cycle."
+    "The later times, truncated to whole cycles for an unbiased mean."
     cycle, steady = find_cycle(seconds)[0], list(seconds[first:])
     return steady[len(steady) % cycle:] if 0 < cycle <= len(steady) else steady
 
@@ -214,10 +214,10 @@ def _whole_cycles(
 def drain(
     batches,                  # an iterator
     at_most: int,
-    seconds: float,           # in all, about
+    seconds: float,           # in total, approximately
     at_least: int = 4,
-) -> list[float]:             # s of each batch
-    "Fetch batches and do nothing with them."
+) -> list[float]:             # s per batch
+    "Fetch batches and discard them."
     out, start = [], time.perf_counter()
     while len(out) < at_most and (len(out) < at_least or time.perf_counter() - start < seconds):
         begun = time.perf_counter()
@@ -227,12 +227,12 @@ def drain(
     return out
 
 def steady_mean(seconds: list[float]) -> float:   # s
-    "The mean time of a batch, without the first half, in which buffers fill and TensorFlow tunes itself."
+    "Mean time per batch in the second half, after buffers are full and autotuning has settled."
     steady = _whole_cycles(seconds, len(seconds) // 2)
     return sum(steady) / len(steady) if steady else 0.
 
 def _ticks(dataset, elements: int):
-    "One number for every `elements` elements."
+    "A number per `elements` elements."
     if elements > 1: dataset = dataset.enumerate().filter(lambda i, *_: (i + 1) % elements == 0)
     return iter(dataset.map(lambda *_: 0))
 
@@ -245,22 +245,22 @@ def _constant(graph, name: str, value: int) -> str:
     return name
 
 def _constants(graph) -> dict[str, int]:
-    "The whole numbers of a graph; not resources or texts."
+    "The integer constants of a graph."
     return {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node
             if n.op == 'Const' and n.attr['dtype'].type == tf.int64.as_datatype_enum}
 
 def _of_graph(dataset, graph):
-    "The pipeline with another graph of its host part."
+    "The pipeline with another graph for its host part."
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
     made = lambda host: tf.data.experimental.from_variant(variant, host.element_spec)
     return _change_host_part(dataset, made)
 
 def _filled_at_once(dataset):
-    "The pipeline with small shuffle buffers, since to fill a large one takes time and memory once more."
+    "The pipeline with small shuffle buffers, since filling large ones takes time and memory again."
     large = any((_number(d, '_buffer_size') or 0) > _LARGE_BUFFER for d in _chain(dataset)
                 if 'Shuffle' in type(d).__name__)
-    held = [t for d in _chain(dataset) for t in getattr(d, '_tensors', ())]   # the graph would hold them too
-    cached = any('Cache' in type(d).__name__ for d in _chain(dataset))   # that of a graph would be empty
+    held = [t for d in _chain(dataset) for t in getattr(d, '_tensors', ())]   # the graph would copy them
+    cached = any('Cache' in type(d).__name__ for d in _chain(dataset))   # a copy's cache would be empty
     if cached or not large: return dataset
     if sum(t.dtype.size * (t.shape.num_elements() or 0) for t in held) > 1e8: return dataset
     if (graph := _dataset_graph(dataset)) is None: return dataset
@@ -272,10 +272,10 @@ def _filled_at_once(dataset):
 
 def stage_seconds(
     dataset,
-    seconds: float = 8.0,     # for all of it, about
+    seconds: float = 8.0,     # in total, approximately
     batches: int = 16,
-) -> list[tuple[Stage, float]]:   # from the source on; s per batch of the pipeline up to this stage
-    "The time per batch of the pipeline up to each stage; stages that only buffer are left out."
+) -> list[tuple[Stage, float]]:   # from the source; s per batch of the pipeline up to each stage
+    "Time per batch of the pipeline up to each stage, without buffering stages."
     known = [s for s in stages(dataset) if s.elements and s.name not in ('Prefetch', 'Options', 'Repeat')]
     if not known: return []
     options, share = _host_part(dataset)[0].options(), seconds / len(known)
@@ -285,31 +285,31 @@ def stage_seconds(
 
 # %% ../../nbs/monitor/loop.ipynb #fc2bbd16
 def tf_sleep(microseconds, value):
-    "`value`, later: TensorFlow itself sleeps, without Python and without using the CPU."
+    "Return `value` after a sleep inside TensorFlow, without Python or CPU load."
     once = tf.data.Dataset.from_tensors(0)._variant_tensor
-    half = tf.cast(tf.cast(microseconds, tf.float32) / 2, tf.int64)   # it sleeps at each end
+    half = tf.cast(tf.cast(microseconds, tf.float32) / 2, tf.int64)   # sleeps twice
     types = dict(output_types=[tf.int32], output_shapes=[[]])
     slow = tf.raw_ops.SleepDataset(input_dataset=once, sleep_microseconds=half, **types)
     with tf.control_dependencies(tf.raw_ops.DatasetToSingleElement(dataset=slow, **types)):
         return tf.nest.map_structure(tf.identity, value)
 
 # %% ../../nbs/monitor/loop.ipynb #f55c5e75
-_CALLS_INPUT = {   # which input of an operation is its number of parallel calls
+_CALLS_INPUT = {   # op -> index of its num_parallel_calls input
     'ParallelMapDatasetV2': -1, 'ParallelInterleaveDatasetV4': -1, 'ParallelFilterDataset': -1,
     'ParallelBatchDataset': 2}
 
 def with_parallel_calls(
     dataset,
     calls: int,        # in parallel
-    above: int = 0,    # change only fixed numbers above this one; 0: change all, and make plain maps parallel
-):                     # a dataset, or None where the graph is unknown
-    "The same pipeline with `calls` parallel calls in its stages."
+    above: int = 0,    # change only fixed numbers above this; 0: all, and make plain maps parallel
+):                     # a dataset, or None if the graph is unknown
+    "The pipeline with `calls` parallel calls in its stages."
     graph = _dataset_graph(dataset)
     if graph is None: return None
     number = _constant(graph, 'calls', calls)
     constants = _constants(graph)
     for node in graph.node:
-        if node.op == 'MapDataset' and not above:   # makes one call at a time
+        if node.op == 'MapDataset' and not above:   # sequential
             node.op = 'ParallelMapDatasetV2'
             node.attr.pop('force_synchronous', None)
             node.attr['deterministic'].s = b'default'
@@ -320,14 +320,14 @@ def with_parallel_calls(
 
 # %% ../../nbs/monitor/loop.ipynb #f647639b
 def max_parallel_calls(dataset) -> int:
-    "The largest fixed number of parallel calls of a stage, or of threads in a private pool, of a pipeline."
+    "The largest fixed number of parallel calls or private threads in a pipeline."
     if not isinstance(dataset, tf.data.Dataset): return 1
     own = _host_part(dataset)[0].options().threading.private_threadpool_size or 0
     return max([own, 1, *(s.calls for s in stages(dataset) if s.calls)])
 
 # %% ../../nbs/monitor/loop.ipynb #1d67d765
 def _in_background(step: Callable) -> Callable:
-    "The same step, run by a thread of TensorFlow as by a GPU: the call returns at once."
+    "The step run asynchronously in a TensorFlow thread, as on a GPU."
     from tensorflow.python.eager import context, executor
     device = executor.new_executor(enable_async=True)
     def call(*batch):
@@ -337,11 +337,11 @@ def _in_background(step: Callable) -> Callable:
 def _first_tensor_sum(batch, *rest): return tf.reduce_sum(tf.cast(tf.nest.flatten(batch)[0], tf.float32))
 
 def emulated_step(
-    seconds: Callable,       # batch -> s that the device takes, a number or a tensor
+    seconds: Callable,       # batch -> device time in s, a number or a tensor
     work: Callable = _first_tensor_sum,   # in graph
-    blocking: bool = False,  # whether the call returns only when the device has finished, as on a CPU
-) -> Callable:               # (batch, ...) -> what `work` returns, as soon as the device has finished
-    "A step on an emulated accelerator, without using the CPU."
+    blocking: bool = False,  # synchronous, as on a CPU
+) -> Callable:               # (batch, ...) -> result of `work` once the device has finished
+    "A step on an emulated accelerator, without CPU load."
     graph = tf.function(lambda batch, *rest: tf_sleep(1e6 * seconds(batch), work(batch, *rest)))
     return graph if blocking else _in_background(graph)
 
@@ -349,12 +349,12 @@ def emulated_step(
 TF_FUNCTION = type(tf.function(lambda: None))
 
 def _shapes_of(batch) -> tuple:
-    "The shapes of the tensors in a nested structure, in order."
+    "Shapes of the tensors in a nested structure."
     return tuple(tuple(x.shape) for x in tf.nest.flatten(batch) if hasattr(x, 'shape'))
 
 # %% ../../nbs/monitor/loop.ipynb #319c34d2
 def _batch_rows(batch) -> int | None:
-    "How many rows a batch holds: the length of its first array; None if it has none."
+    "A batch's number of rows, from its first array; None without arrays."
     shapes = (getattr(x, 'shape', ()) for x in tf.nest.flatten(batch))
     known = (shape for shape in shapes if getattr(shape, 'rank', 0) is not None)
     return next((int(shape[0]) for shape in known if len(shape) and shape[0]), None)
@@ -363,11 +363,11 @@ def run_iterations(
     batches,                 # an iterator
     step: Callable,          # of one batch
     at_most: int,
-    seconds: float,          # in all, about
+    seconds: float,          # in total, approximately
     at_least: int = 4,
-    finish: Callable = wait_for,   # gets the results of a step, and waits for them
-) -> list[float]:            # the start of each iteration and the end of the last one, by `time.perf_counter`
-    "Train with two steps in flight; ends early if the batches end."
+    finish: Callable = wait_for,   # waits for a step's results
+) -> list[float]:            # `time.perf_counter` at each start, and at the end
+    "Train with two steps in flight; ends early without batches."
     times, in_flight = [time.perf_counter()], deque()
     while len(times) <= at_most and (len(times) <= at_least or time.perf_counter() - times[0] < seconds):
         try: batch = next(batches)
@@ -380,13 +380,13 @@ def run_iterations(
     return times
 
 def period(times: list[float], warm: int = 2) -> float:   # s
-    "Wall time of an iteration, without the first ones; of what `run_iterations` returns."
+    "Wall time per iteration, without the first ones, from `run_iterations`."
     steady = _whole_cycles(np.diff(times), min(warm, (len(times) - 1) // 2))
     return float(np.mean(steady)) if steady else 0.
 
 # %% ../../nbs/monitor/loop.ipynb #2fec8e9d
 def covered_seconds(spans) -> float:   # s
-    "Time in which at least one of the (start, end) spans ran."
+    "Total time covered by the (start, end) spans."
     total, until = 0., -float('inf')
     for start, end in sorted(spans):
         total += max(0., end - max(start, until))
@@ -396,7 +396,7 @@ def covered_seconds(spans) -> float:   # s
 # %% ../../nbs/monitor/loop.ipynb #9bbb664a
 @contextmanager
 def _as_user_error(what: str):
-    "Any exception inside becomes a `UserError` that says `what` failed."
+    "Context manager: exceptions become a `UserError` that names `what` failed."
     try: yield
     except UserError: raise
     except Exception as e:
@@ -405,10 +405,10 @@ def _as_user_error(what: str):
 
 def _with_timeout(
     seconds: float,
-    work: Callable,  # called in a thread
-    message: str,    # of the error if it takes longer
+    work: Callable,  # runs in a thread
+    message: str,    # of the timeout error
 ):
-    "What `work` returns; raises what it raises, and `UserError(message)` if it takes longer."
+    "Run `work` with a timeout; re-raises its errors, `UserError(message)` on timeout."
     result = Future()
     def run():
         try: result.set_result(work())
@@ -418,13 +418,13 @@ def _with_timeout(
     return result.result()
 
 # %% ../../nbs/monitor/loop.ipynb #8779fcba
-_END = object()   # marks that a dataset has no more batches
+_END = object()   # end of a dataset
 
 def _open_dataset(
     dataset,
-    timeout: float = 60.,   # s without a batch
-) -> tuple:                 # (an iterator, its first batch)
-    "Open a dataset; raises `UserError` if it is empty, fails, or does not yield."
+    timeout: float = 60.,   # s to wait for a batch
+) -> tuple:                 # (iterator, first batch)
+    "Open a dataset; raises `UserError` if it is empty, fails or hangs."
     def first():
         source = iter(dataset)
         return source, next(source, _END)
@@ -435,7 +435,7 @@ def _open_dataset(
     return source, batch
 
 def first_batches(dataset, many: int = 4, timeout: float = 60.) -> list:
-    "The first batches of a dataset; raises `UserError` if it ends before `many`, fails, or does not yield."
+    "The first batches of a dataset; raises `UserError` for fewer than `many`, or on failure."
     source, batch = _open_dataset(dataset, timeout)
     out = [batch]
     for n in range(1, many):
@@ -448,7 +448,7 @@ def first_batches(dataset, many: int = 4, timeout: float = 60.) -> list:
     return out
 
 def _batch_of_each_shape(dataset, batches: int, seconds: float, at_most: int = 8) -> list:
-    "A batch of each shape among the first ones: each is compiled before the measurement starts."
+    "A batch of each shape among the first, to compile them before the measurement."
     found, start = {}, time.perf_counter()
     for _, batch in zip(range(batches), dataset):
         found.setdefault(_shapes_of(batch), batch)
@@ -465,16 +465,16 @@ def first_step(step: Callable, batch):
 
 # %% ../../nbs/monitor/loop.ipynb #804bb2bb
 def _scalars(results) -> dict:   # {name: number}
-    "The numbers among the results of a step; a single result is the loss."
+    "The scalars in a step's results; a single result is the loss."
     results = results if isinstance(results, dict) else {'loss': results}
     return {name: float(x) for name, x in results.items()
             if isinstance(x, float) or getattr(x, 'shape', None) == ()}
 
 class _IntervalTimer:
-    "A `StepTimer` with a line for every `every` steps; `report` gets it once its results have arrived."
+    "A `StepTimer` with a line per `every` steps; `report` receives it when its results arrive."
     def __init__(self, every: int = 10, report=None):
         self.every, self.report, self.done, self.pending = every, report, 0, None
-        self.lines, self.walls = [], []   # of each interval: its line; itself and its wall time, s
+        self.lines, self.walls = [], []   # per interval: line; (interval, wall time in s)
         self.timer, self.fetcher = StepTimer(0, {}), ThreadPoolExecutor(1, 'fetcher')
 
     def step(self, step, batch, *more):
@@ -487,13 +487,13 @@ class _IntervalTimer:
         return results
 
     def end_interval(self, results):
-        "Its line is made when `results` have arrived."
+        "End the interval; its line follows when `results` arrive."
         if self.pending: self.add_line()
         arrived = self.fetcher.submit(lambda: (wait_for(results), time.perf_counter(), _scalars(results)))
         self.pending = self.done, self.timer.take_interval(), arrived
 
     def add_line(self):
-        "Wait for the results of the interval that ended, and make its line."
+        "Wait for the ended interval's results and add its line."
         (step, interval, arrived), self.pending = self.pending, None
         _, when, values = arrived.result()
         self.walls.append((interval, when - self.timer.start - interval.left_out))
@@ -507,17 +507,17 @@ class _IntervalTimer:
 # %% ../../nbs/monitor/loop.ipynb #0600e120
 @dataclass
 class _Phases:
-    "What `time_phases` found; times in seconds, those of a step in milliseconds."
-    first_batch: float                    # until the first batch arrived
+    "Result of `time_phases`; times in seconds, per step in milliseconds."
+    first_batch: float                    # until the first batch
     first_step: float                     # the first step, which traces and compiles
-    steps: int                            # that were timed
-    seconds: float                        # that they took
+    steps: int                            # timed
+    seconds: float                        # their duration
     clips_per_s: float
     au: float | None                      # time of the steps alone divided by `seconds`
-    cv: float                             # coefficient of variation of the time from step to step
-    traces: int                           # of the step, in all
-    ended: bool                           # whether the dataset ended before the steps were done
-    spent: dict                           # {phase: ms of a step}
+    cv: float                             # coefficient of variation of step times
+    traces: int                           # of the step, total
+    ended: bool                           # whether the dataset ended early
+    spent: dict                           # {phase: ms per step}
     spans: list = field(repr=False)       # (start, wait, copy, step, callbacks) of each step, s
 
     def to_dict(self) -> dict: return {k: v for k, v in asdict(self).items() if k != 'spans'}
@@ -534,12 +534,12 @@ def time_phases(
     steps: int = 50,       # to time; fewer if the dataset ends
     copy=to_device,        # batch -> batch on the device
     callback=None,         # called with (number, results) after each step
-    every: int = 10,       # steps from line to line
+    every: int = 10,       # steps per line
     report=None,           # called with each line, such as `lambda line: live.update(**line)`
-    warmup: int = 4,       # steps before the clock starts
+    warmup: int = 4,       # untimed steps
     timeout: float = 60,   # s, for the first batch
 ) -> _Phases:
-    "Run `step` over `dataset` and time its phases; it trains as it would without a clock."
+    "Run `step` over `dataset` and time its phases; training itself is unaffected."
     if steps < 2: raise UserError(f'time_phases: {steps} steps are too few to tell; take 2 or more.')
     begun = time.perf_counter()
     source, batch = _open_dataset(dataset, timeout)
@@ -568,7 +568,7 @@ def time_phases(
 
 # %% ../../nbs/monitor/loop.ipynb #bf9d70f8
 def _start_clock(intervals: _IntervalTimer, results):
-    "Start to time once the device has no work left."
+    "Start timing once the device is idle."
     wait_for(results)
     if intervals.pending: intervals.add_line()
     intervals.timer.restart()
@@ -576,10 +576,10 @@ def _start_clock(intervals: _IntervalTimer, results):
     intervals.walls.clear()
 
 def _phases(intervals, spans, results, first_batch, first_step, traces, ended, batches) -> _Phases:
-    "The sums over all intervals."
+    "Sums over all intervals."
     if len(spans) < 2:
         raise UserError(f'The dataset ended after {batches} batches, too few to tell; add .repeat().')
-    if intervals.done % intervals.every: intervals.end_interval(results)   # else it has just ended
+    if intervals.done % intervals.every: intervals.end_interval(results)   # else just ended
     intervals.close()
     timed = [interval for interval, _ in intervals.walls]
     seconds, count = sum(wall for _, wall in intervals.walls), sum(i.counted for i in timed)
@@ -592,12 +592,12 @@ def _phases(intervals, spans, results, first_batch, first_step, traces, ended, b
 
 # %% ../../nbs/monitor/loop.ipynb #4cedbcd5
 class FitPhases:
-    "Times fetch and step of a Keras model separately while it trains: `begin(model)`, then `end()`."
+    "Times fetch and step of a Keras model separately in training: `begin(model)`, then `end()`."
     def __init__(self, every: int = 10, report=None):
         self.intervals, self.model, self.shapes = _IntervalTimer(every, report), None, []   # of batches
 
     def begin(self, model) -> str | None:
-        "Begin; if the model cannot be timed in this way, the reason is returned and nothing happens."
+        "Start timing; returns a reason if the model cannot be timed."
         if keras.backend.backend() != 'tensorflow': return f'the backend is {keras.backend.backend()}'
         if model.steps_per_execution != 1: return 'several steps run in one call'
         if model.distribute_strategy.num_replicas_in_sync != 1: return 'it trains on several devices'
@@ -607,14 +607,14 @@ class FitPhases:
         self.arm()
 
     def arm(self):
-        "Time the next step; to be called before each, so that an error between two steps leaves nothing."
+        "Time the next step; call it before each, so that an error in between leaves no patch."
         if self.model is not None: self.model.train_function = self
 
     def __call__(self, iterator):
         self.model.train_function = self.whole
         with self.intervals.timer.phase('wait'): batch = next(iterator)
         batch = keras.tree.map_structure(_without_optional, batch)
-        # the last one, but not the rest at the end of an epoch
+        # the last full one
         if not self.shapes or (_batch_rows(batch) or 0) >= (_batch_rows(self.batch) or 0): self.batch = batch
         self.shapes.append(_shapes_of(batch))
         return self.intervals.step(self.one, batch)
@@ -625,5 +625,5 @@ class FitPhases:
         self.intervals.close()
 
 def _without_optional(x):
-    "None for sample weights that are not there, which Keras wraps in an `Optional`."
+    "None for missing sample weights, which Keras wraps in an `Optional`."
     return None if isinstance(x, tf.experimental.Optional) else x

@@ -28,14 +28,14 @@ from .seen import again, _calls_with_rows, _datasets_of, finding, Finding, ms, _
 from .watch import _is_compiled, _Passes, _Place, _shapes, Watch
 
 # %% ../../nbs/monitor/loop_rules.ipynb #b0a10009
-ROW_BY_ROW, MANY = 4, 64   # rows of a call at most; how many times as many are tried
+ROW_BY_ROW, MANY = 4, 64   # most rows per call; factor to try
 
 def find_eager_rows(seen: _Seen) -> list[Finding]:
-    "The same where operations are started one by one, and nothing is trained: a compiled call may be enough."
+    "The same for eager ops without training, where a compiled call may suffice."
     return find_single_rows(seen, eagerly=True)
 
 def find_single_rows(seen: _Seen, eagerly: bool = False) -> list[Finding]:
-    "Calls of a network with a row or a few; several of them are one finding."
+    "Calls of a network with few rows; several make one finding."
     found, gradients = [], sum(e.kind == 'gradient' for e in seen.events)
     for (kind, place), some in _calls_with_rows(seen, 'predict', 'train_on_batch', 'layer').items():
         share = sum(e.seconds for e in some) / seen.seconds
@@ -74,7 +74,7 @@ def find_single_rows(seen: _Seen, eagerly: bool = False) -> list[Finding]:
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a0f003
 def _single_fits(seen: _Seen) -> list[tuple]:
-    "The same of `fit`, where it is called for a step or two."
+    "The same for `fit` called for a step or two."
     fits = [e for e in seen.events if e.kind == 'fits']
     if seen.loop[:1] != ('fits',) or len(fits) < 5: return []
     if (steps := _fit_steps(seen.watch)) > 2: return []
@@ -83,7 +83,7 @@ def _single_fits(seen: _Seen) -> list[tuple]:
              f'is called {len(fits)} times with {_steps(steps)} each, {ms(each)} a call')]
 
 def _unbatched(seen: _Seen) -> list[tuple]:
-    "The same of a loop over a dataset that was never batched: a part of each row is a single number."
+    "The same for a loop over an unbatched dataset, whose rows contain a scalar."
     if seen.loop[:1] != ('next',) or len(seen.steps) < 20: return []
     period = seen.seconds / len(seen.steps)
     for dataset in _datasets_of(seen)[-1:]:
@@ -96,7 +96,7 @@ def _unbatched(seen: _Seen) -> list[tuple]:
     return []
 
 def _row_bytes(call: tuple) -> float:
-    "About what a row takes in a network: the results of its layers, or 50 times what it is given."
+    "Estimated bytes per row in a network: its layers' outputs, or 50 times its input."
     network, _, args, kwargs = call
     layers = [layer.output for layer in getattr(network, 'layers', ()) if hasattr(layer, '_inbound_nodes')
               and layer._inbound_nodes]
@@ -105,7 +105,7 @@ def _row_bytes(call: tuple) -> float:
     return 50. * sum(x.nbytes / max(1, len(x) if x.ndim else 1) for x in given)
 
 def _many_rows(network, name: str, args: tuple, kwargs: dict, times: int, each: float) -> float | None:
-    "The time of a row among many, as a share of that of one alone; None if the trial fails."
+    "Time per row among many, relative to a single row; None if the trial fails."
     many = lambda x: np.repeat(x, times, 0) if not tf.is_tensor(x) else tf.repeat(x, times, 0)
     grown = lambda x: tf.nest.map_structure(lambda t: many(t) if getattr(t, 'ndim', 0) else t, x)
     call = network if name == '__call__' else getattr(network, name)
@@ -120,21 +120,21 @@ _MADE = {'model': 'a model is made in the loop', 'optimizer': 'an optimizer is m
          'variable': 'variables are made in the loop'}
 
 def find_made_in_loop(seen: _Seen) -> list[Finding]:
-    "Models, optimizers or variables that each iteration creates again."
+    "Models, optimizers or variables recreated in each iteration."
     fits = seen.loop[:1] == ('fits',)
-    if seen.loop[:1] == ('fit',): return []   # what a callback makes is not the loop's
+    if seen.loop[:1] == ('fit',): return []   # made by a callback
     traced = [e for e in seen.events if e.kind == 'call' and e.traced]
-    # what is compiled behind a trace is a part of the same call
+    # compilation after a trace is part of the same call
     traces = max(seen.share('trace'), sum(e.seconds for e in traced) / seen.seconds)
     for kind, cause in _MADE.items():
-        # compile() makes an optimizer; that fit traces again is the cause
+        # compile() makes an optimizer; the cause is that fit retraces
         if fits and kind != 'model': continue
         kept = kind == 'variable' and sum(e.new for e in traced) < .5 * len(traced)   # the functions are
         share = traces * (not kept) + fits * seen.share('eager')
         places = Counter(e.place for e in seen.events if e.kind == kind and e.place)
         for place, count in places.most_common(1):
             times = [e.start for e in seen.events if e.kind == kind and e.place == place]
-            if count < 3 or times[-1] - times[0] < .2 * seen.seconds: continue   # once makes many variables
+            if count < 3 or times[-1] - times[0] < .2 * seen.seconds: continue   # created once
             counted = ('trace', 'eager')[:1 + fits]
             at_line = [l for l in seen.looks if l.place == place and l.kind not in counted]
             here = len(at_line) / max(1, len(seen.looks))
@@ -151,10 +151,10 @@ def find_made_in_loop(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a00002
 def _new_caches(seen: _Seen, made: _Passes) -> list[Finding]:
-    "cache() that is called again for each pass begins with an empty cache."
+    "cache() called again for each pass starts empty."
     fits = seen.loop[0] == 'fits'
-    passes = len(seen.steps) if fits else made.total   # fit takes two iterators
-    # one each for training and validation is none of these
+    passes = len(seen.steps) if fits else made.total   # fit creates two iterators
+    # not one each for training and validation
     if made.caches < max(4, .8 * made.total / (1 + fits)): return []
     cache = next(d for d in _chain(made.last) if 'Cache' in type(d).__name__)
     waits = _filling(seen, cache) if fits else waiting(seen)
@@ -167,16 +167,16 @@ def _new_caches(seen: _Seen, made: _Passes) -> list[Finding]:
         waits, seen.loop[1], 'dataset = dataset.map(function).cache()   # before the loop')]
 
 def _filling(seen: _Seen, cache) -> float:
-    "The share of the time in which each call of `fit` fills a cache of its own."
+    "The share of time in which each `fit` call fills its own cache."
     if python_operations(cache): return 0.   # reading it again would call the program's Python
     start = time.perf_counter()
     for _ in cache._input_dataset:
         if time.perf_counter() - start > 5: break
     lost = len(seen.steps) * (time.perf_counter() - start) / seen.seconds
-    return min(lost, seen.share('graph'))   # what else fit does is not for its batches
+    return min(lost, seen.share('graph'))   # fit's other work is not for batches
 
 def find_pipelines(seen: _Seen) -> list[Finding]:
-    "Pipelines that are built again for each pass."
+    "Pipelines rebuilt for each pass."
     if not seen.loop or seen.loop[0] not in ('next', 'fits'): return []
     made = seen.watch.datasets.get(seen.loop[1], _Passes())
     share = seen.share('trace', 'pipeline')
@@ -194,16 +194,16 @@ def find_pipelines(seen: _Seen) -> list[Finding]:
 def _name(function) -> str: return getattr(function, '__name__', 'a function')
 
 # %% ../../nbs/monitor/loop_rules.ipynb #acedbf0a
-def changed_arguments(function) -> dict[str, list[str]]:   # name -> its values, where there are several
-    "What differed between the traces of a compiled function."
+def changed_arguments(function) -> dict[str, list[str]]:   # name -> values, if several
+    "Arguments that differed between a compiled function's traces."
     seen, signatures = {}, function.pretty_printed_concrete_signatures()
     for name, value in re.findall(r'^  (\w+) \(\w+\): (.*)$', signatures, re.M):
         if value not in seen.setdefault(name, []): seen[name].append(value)
     return {name: values for name, values in seen.items() if len(values) > 1}
 def _is_python(values: list[str]) -> bool: return any('Literal' in v or 'Weakref' in v for v in values)
 
-def _changed_structure(changed: dict[str, list[str]]) -> tuple | None:   # what it is, fix, its code
-    "The first argument that is a dict of other keys, or a list of another length, at each trace."
+def _changed_structure(changed: dict[str, list[str]]) -> tuple | None:   # description, fix, code
+    "The first argument whose dict keys or list length change between traces."
     for name, values in changed.items():
         keys = [*dict.fromkeys(', '.join(re.findall(r"\['?(\w+)'?, ", value)) for value in values)]
         if len(keys) > 1:
@@ -217,11 +217,11 @@ def _changed_structure(changed: dict[str, list[str]]) -> tuple | None:   # what 
                     f'give {name} as one tensor (tf.stack, padded to few lengths)',
                     f'step(x, tf.stack({name}))')
 
-def _python_argument(changed: dict[str, list[str]]) -> tuple | None:   # what it is, fix, its code
-    "Of what `changed_arguments` found: the first that is a Python value, an object, or of another structure."
+def _python_argument(changed: dict[str, list[str]]) -> tuple | None:   # description, fix, code
+    "The first of `changed_arguments` that is a Python value, an object, or changes structure."
     name, values = next(((n, v) for n, v in changed.items() if _is_python(v)), ('', []))
     if not values: return _changed_structure(changed)
-    if any('Weakref' in v for v in values):   # an object is known by its address
+    if any('Weakref' in v for v in values):   # objects are keyed by address
         return (f'its argument {name} is an object that is new each time',
                 f'pass the numbers of {name} as tensors instead of the object', 'step(x, tf.constant(rate))')
     shown = ', '.join(re.sub(r'Literal\[([^\]]*)\]', r'\1', v) for v in values[:3])
@@ -232,13 +232,13 @@ def _python_argument(changed: dict[str, list[str]]) -> tuple | None:   # what it
 _FEW_SHAPES = 'give it few fixed shapes (pad to a few lengths with a mask, bucket, drop_remainder=True)'
 
 def find_traces(seen: _Seen) -> list[Finding]:
-    "Functions that are traced, and compiled, again."
+    "Functions that are retraced and recompiled."
     traced = [e for e in seen.events if e.kind == 'call' and e.traced]
-    # XLA and Grappler compile after the trace, in the same call
+    # XLA and Grappler compile in the same call, after the trace
     share = min(.999, max(seen.share('trace'), sum(e.seconds for e in traced) / seen.seconds))
     fits = seen.loop and seen.loop[0] == 'fits'
     if share < .08 or (traced and len(traced) < 3): return []
-    # its function is new with each model
+    # each model has a new function
     if fits and sum(e.kind == 'model' for e in seen.events) > 2: return []
     if fits:
         return [finding(
@@ -264,7 +264,7 @@ def find_traces(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a0f001
 def _traces_of_one(seen: _Seen, share: float, left: float, place: _Place | None, count) -> list[Finding]:
-    "Why the function that was traced most often is traced again."
+    "Why the most often traced function is retraced."
     count_of = lambda f: f.experimental_get_tracing_count()
     mine = seen.watch.last.get(('call', place), (None,))[0]
     functions = [f for f in [*seen.watch.functions.values()] if count_of(f) > 2]
@@ -288,7 +288,7 @@ def _traces_of_one(seen: _Seen, share: float, left: float, place: _Place | None,
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a0f021
 def _fit_compiled_again(seen: _Seen) -> list[Finding]:
-    "The same of the step of `fit`."
+    "The same for the step of `fit`."
     if seen.loop[0] != 'fit' or not (fit := seen.fit): return []
     if not fit.model.jit_compile or fit.one is None or not seen.steps: return []
     if len({*fit.shapes}) < .3 * len(fit.shapes): return []
@@ -305,7 +305,7 @@ def _fit_compiled_again(seen: _Seen) -> list[Finding]:
         share, seen.loop[1], 'dataset.padded_batch(size, padded_shapes=...)', known / each, timed=True)]
 
 def find_compiled_again(seen: _Seen) -> list[Finding]:
-    "Calls that XLA compiles again for each shape, though none is traced again."
+    "Calls that XLA recompiles per shape without a retrace."
     if found := _fit_compiled_again(seen): return found
     for (kind, place), shapes in seen.watch.shapes.items():
         some = [e for e in seen.events if e.kind == kind and e.place == place and not e.traced]
@@ -326,7 +326,7 @@ def find_compiled_again(seen: _Seen) -> list[Finding]:
     return []
 
 # %% ../../nbs/monitor/loop_rules.ipynb #b0a1000d
-_EAGER = {   # cause, why operations start one by one, what to do, the lines
+_EAGER = {   # cause, why ops run eagerly, fix, code
     'setting': ('run_eagerly', 'run_eagerly is set', 'leave run_eagerly out',
                 'model.compile(...)   # without run_eagerly'),
     'outside': ('operations outside the step', 'they are outside the compiled step',
@@ -337,7 +337,7 @@ _EAGER = {   # cause, why operations start one by one, what to do, the lines
              '@tf.function\ndef step(batch): ...')}
 
 _ASIDE = 'input', 'callback', 'save', 'summary', 'fetch', 'trace', 'end'   # no part of an eager function
-_LONG_STEP = .25   # s; with a longer one, and without a trial, the cost of its start is unknown
+_LONG_STEP = .25   # s; beyond it, without a trial, the launch cost is unknown
 
 def find_eager(seen: _Seen) -> list[Finding]:
     "A step outside `tf.function`."
@@ -346,12 +346,12 @@ def find_eager(seen: _Seen) -> list[Finding]:
     if share < .2: return []
     if seen.loop and seen.loop[0] in ('fit', 'fits') and not by_setting: return _epoch_cost(seen)
     case = 'setting' if by_setting else 'outside' if _step_is_compiled(seen) else 'step'
-    if case == 'outside' and not seen.steps: return []   # there is no step, as where predict is called once
+    if case == 'outside' and not seen.steps: return []   # no steps, as with a single predict
     if case == 'outside' and (found := _read_singly(seen)): return found
     left = _fit_as_graph(seen) if by_setting else _as_graph(seen.watch)
     if left is not None and left > .9: return []
     if left is None and seen.seconds > _LONG_STEP * len(seen.steps): return []
-    # what Python does inside the function goes with it
+    # includes the function's Python
     if left is not None: share = max(share, 1 - seen.share(*_ASIDE))
     cause, why, fix, change = _EAGER[case]
     trial = '' if left is None else f'; as a graph the function takes {left:.0%} of its time'
@@ -362,15 +362,15 @@ def find_eager(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/loop_rules.ipynb #b0a1000e
 def _step_is_compiled(seen: _Seen) -> bool:
-    "Whether the loop calls something compiled, and takes no gradient outside of it."
+    "Whether the loop calls a compiled function and computes no gradients outside it."
     kinds = Counter(e.kind for e in seen.events)
     compiled = sum(kinds[kind] for kind in ('call', 'train_on_batch', 'predict'))
     eager = [l.within.rpartition('.')[2] for l in seen.looks if l.kind == 'eager']
-    updates = sum(name in ('apply_gradients', 'apply', 'minimize') for name in eager)   # a part of the step
+    updates = sum(name in ('apply_gradients', 'apply', 'minimize') for name in eager)   # part of the step
     return compiled >= .2 * len(seen.steps) and not kinds['gradient'] and updates < .3 * len(eager)
 
 def _read_singly(seen: _Seen) -> list[Finding]:
-    "Values that the loop takes out of tensors one by one."
+    "Values fetched from tensors one by one."
     count = Counter(e.place for e in seen.events if e.kind == 'fetch' and e.place)
     places = [(p, s) for p, s in seen.places('eager', 'fetch') if count[p] >= 4 * len(seen.steps)]
     share = sum(s for _, s in places)
@@ -390,7 +390,7 @@ def _read_singly(seen: _Seen) -> list[Finding]:
 _COPIES = 'get_weights', 'set_weights'
 
 def find_copied_weights(seen: _Seen) -> list[Finding]:
-    "Weights that the loop takes out of a model as arrays and puts into another."
+    "Weights copied between models as arrays in the loop."
     lines = {l.place for l in seen.looks if l.place and l.within.endswith(_COPIES)}
     share = sum(s for p, s in seen.places('eager', 'fetch', 'graph', 'numpy', 'own') if p in lines)
     if share < .15: return []
@@ -403,7 +403,7 @@ def find_copied_weights(seen: _Seen) -> list[Finding]:
         'for old, new in zip(target.variables, source.variables): old.assign(tau * new + (1 - tau) * old)')]
 
 def find_converted(seen: _Seen) -> list[Finding]:
-    "Lists that are made into tensors, one number at a time."
+    "Lists converted to tensors number by number."
     share, places = seen.part('convert'), seen.places('convert')
     if share < .15 or not places: return []
     return [finding(
@@ -415,14 +415,14 @@ def find_converted(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/loop_rules.ipynb #e2d000a1
 def _are_equal(old, new) -> bool:
-    "Two arguments, as values."
+    "Whether two arguments have equal values."
     if old is new: return True
     if not all(tf.is_tensor(x) or isinstance(x, np.ndarray) for x in (old, new)): return type(old) in (
         int, float, str, bool, type(None)) and old == new
     return old.dtype == new.dtype and old.shape == new.shape and np.array_equal(old, new)
 
 def find_same_values(seen: _Seen) -> list[Finding]:
-    "What each iteration computes outside the step with the same result each time."
+    "Computation outside the step with the same result in each iteration."
     share = seen.share('eager', 'own', 'numpy', 'fetch')
     if share < .2 or seen.loop[:1] in ((), ('fit',), ('fits',)): return []
     made = _datasets_of(seen, own=False)[-1:]
@@ -452,7 +452,7 @@ def find_same_values(seen: _Seen) -> list[Finding]:
 _OFTEN = 8   # epochs
 
 def _epoch_cost(seen: _Seen) -> list[Finding]:
-    "What Keras does around the steps of `fit`, apart from validation."
+    "Keras's overhead around the steps of `fit`, without validation."
     tests = [e for e in seen.events if e.kind == 'validation']
     around = [l for l in seen.looks if not any(e.start <= l.time <= e.start + e.seconds for e in tests)]
     share_of = lambda *kinds: sum(l.kind in kinds for l in around) / len(seen.looks)
@@ -467,7 +467,7 @@ def _epoch_cost(seen: _Seen) -> list[Finding]:
         ended = len(seen.steps) / max(1, steps)
         what = f'an epoch has {_steps(steps)}'
         fix = 'make epochs longer: dataset.repeat(), with steps_per_epoch'
-    cost = 'eager', *(['end'] if ended >= _OFTEN else [])   # a few passes may end with a long wait by chance
+    cost = 'eager', *(['end'] if ended >= _OFTEN else [])   # few passes may wait by chance
     if steps > 8 or share_of(*cost) < .2 or share_of('callback') > .2: return []
     share = share_of(*cost, 'input', 'callback')
     return [finding(
@@ -478,14 +478,14 @@ def _epoch_cost(seen: _Seen) -> list[Finding]:
         'follows an epoch, such as validation, then runs once')]
 
 def _fit_steps(watch: Watch) -> float:
-    "Of a `fit`, on average."
+    "Mean steps per `fit`."
     return sum(f.steps for f in watch.fits) / max(1, len(watch.fits))
 
 def _steps(count: float) -> str: return f'{count:.0f} step{"s" * (round(count) != 1)}'
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a00104
 def _fit_as_graph(seen: _Seen) -> float | None:
-    "The time of a step of `fit` as a graph, as a share of its time now; None if it cannot be tried."
+    "Time of a `fit` step as a graph, relative to now; None if it cannot be tried."
     fit = seen.fit
     if fit is None or fit.batch is None or not fit.step_seconds: return None
     eagerly = tf.config.functions_run_eagerly()
@@ -496,7 +496,7 @@ def _fit_as_graph(seen: _Seen) -> float | None:
     finally: tf.config.run_functions_eagerly(eagerly)
 
 def _as_graph(watch: Watch) -> float | None:
-    "The time of the user's function as a graph, as a share of its time now; None if it cannot be tried."
+    "Time of the user's function as a graph, relative to now; None if it cannot be tried."
     for function, args in watch.eager_functions():   # one may keep something that a graph cannot
         now = lambda: _seconds_of(partial(function, *args), 2)   # noqa: B023
         left = _trial(lambda: 1 / now() * _seconds_of(partial(tf.function(function), *args), 3))   # noqa: B023
@@ -512,7 +512,7 @@ _BESIDE = {'callback': ('a callback blocks', 'do it less often, every N steps or
                                                 '== 0)')}
 
 def _block(place: _Place) -> range:
-    "The lines of the innermost `if` or `with` around a line of the program, or that line."
+    "The lines of the innermost `if` or `with` around a program line, or that line."
     try: tree = ast.parse(''.join(linecache.getlines(place.file)))
     except SyntaxError: tree = ast.Module([], [])   # a cell with a magic command
     around = [n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.With))
@@ -521,7 +521,7 @@ def _block(place: _Place) -> range:
     return range(inner.lineno, inner.end_lineno + 1) if inner else range(place.line, place.line + 1)
 
 def _for_summaries(seen: _Seen, place: _Place) -> float:
-    "The share of what is computed for summaries: in their block, where no step of the loop is."
+    "The share of work for summaries: in their block, outside the loop's steps."
     lines = _block(place)
     calls = [*seen.steps, *(e for e in seen.events if e.kind == 'call')]
     inside = (e.place and e.place.file == place.file and e.place.line in lines for e in calls)
@@ -531,7 +531,7 @@ def _for_summaries(seen: _Seen, place: _Place) -> float:
 
 # %% ../../nbs/monitor/loop_rules.ipynb #b0a1001f
 def find_beside(seen: _Seen) -> list[Finding]:
-    "Callbacks, saving and summaries that the steps wait for."
+    "Callbacks, saving and summaries that delay steps."
     out = []
     for kind, (cause, fix) in _BESIDE.items():
         share = seen.share(kind)
@@ -546,7 +546,7 @@ def find_beside(seen: _Seen) -> list[Finding]:
         out.append(finding(seen, cause, f'{who} {share:.0%} of the time', fix, share, place))
     return out
 
-_DATA = 2**16   # bytes; a smaller array is a number, not data
+_DATA = 2**16   # bytes; smaller arrays are not data
 
 def find_own_python(seen: _Seen) -> list[Finding]:
     "Python and NumPy between the steps."
@@ -576,25 +576,25 @@ def find_own_python(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a00005
 def _rows_grow(seen: _Seen) -> bool:
-    "Whether the program gives its step more and more, as a curriculum does."
+    "Whether the step's input grows, as in a curriculum."
     size = lambda given: sum(math.prod(shape) for shape in _shapes(*given))
     return any(size(last[2:]) > 1.2 * size(seen.watch.early[key]) for key, last in seen.watch.last.items()
                if key in seen.watch.early)
 
 def find_growth(seen: _Seen) -> list[Finding]:
     "Steps that take longer and longer."
-    # what grows may start again with each pass
+    # growth may restart with each pass
     ends = [e.start for e in seen.events if e.kind == 'end']
     passes = zip([0., *ends], [*ends, math.inf])
     starts = max(([e.start for e in seen.steps if a <= e.start < b] for a, b in passes), key=len)
     if len(starts) < 24 or _rows_grow(seen): return []
-    turns = min(8, max(1, len(starts) // 48))   # what is done in some steps alone is in every few
+    turns = min(8, max(1, len(starts) // 48))   # averages out work done every few steps
     periods = np.diff(starts[::turns]) / turns
     third = len(periods) // 3
     first, middle, last = (np.median(p) for p in (periods[:third], periods[third:-third], periods[-third:]))
     begin = np.median(periods[:max(3, len(periods) // 20)])
     if last < 1.5 * first or last - first < 2e-4 or not 1.1 * first < middle < last / 1.1: return []
-    # other work on the machine comes and goes
+    # robust to other load on the machine
     parts = [np.median(p) for p in np.array_split(periods, 6)]
     if sum(np.diff(parts) > 0) < 4: return []
     kinds = lambda part: Counter((l.kind, l.place) for l in part)
@@ -613,7 +613,7 @@ def find_growth(seen: _Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/loop_rules.ipynb #e1b00022
 def find_added_operations(seen: _Seen) -> list[Finding]:
-    "A loop that makes operations in the graph of its session: each run then starts again with all of it."
+    "A loop that adds ops to its session's graph, so that each run reprocesses all of it."
     runs = [e for e in seen.events if e.kind == 'session']
     new = [e for before, e in zip(runs, runs[1:]) if e.rows > before.rows]
     if len(new) < max(4, .2 * len(runs)): return []

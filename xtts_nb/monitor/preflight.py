@@ -23,7 +23,7 @@ from tensorflow.python.ops import handle_data_util
 # %% ../../nbs/monitor/preflight.ipynb #35052139
 @cache
 def registered_kernels(op: str) -> list:
-    "All kernels of an operation; those of XLA are registered when it compiles something."
+    "All kernels of an op; XLA's are registered at its first compilation."
     _start_xla()
     return [k for k in kernels.get_registered_kernels_for_op(op).kernel if not k.label]
 
@@ -33,8 +33,8 @@ def _start_xla():
     one.experimental_get_compiler_ir(tf.zeros(1))(stage='hlo')
 
 # %% ../../nbs/monitor/preflight.ipynb #af6595a0
-def _types(op: tf.Operation) -> tuple:   # ((attribute, numbers of its types), ...)
-    "The types of an operation that kernels are chosen by."
+def _types(op: tf.Operation) -> tuple:   # ((attribute, dtype enums), ...)
+    "The dtypes by which an op's kernel is selected."
     kinds = [a.name for a in op.op_def.attr if a.type in ('type', 'list(type)')]
     found = [op.get_attr(name) for name in kinds]
     return tuple((name, tuple(t.as_datatype_enum for t in (types if isinstance(types, list) else [types])))
@@ -42,18 +42,18 @@ def _types(op: tf.Operation) -> tuple:   # ((attribute, numbers of its types), .
 
 @cache
 def _fitting(op: str, types: tuple, devices: tuple):
-    "The first kernel for one of the devices that takes these types; None without one."
+    "The first kernel for one of the devices with these dtypes, or None."
     types = dict(types)
     takes = lambda rule: {*types.get(rule.name, ())} <= {*rule.allowed_values.list.type}
     return next((k for device in devices for k in registered_kernels(op) if k.device_type == device
                  and all(takes(rule) for rule in k.constraint if rule.allowed_values.list.type)), None)
 
 def _gpu_kernel(op: tf.Operation):
-    "The kernel that runs an operation on a GPU; None if it runs on the host."
+    "An op's GPU kernel; None if it runs on the host."
     return _fitting(op.type, _types(op), ('GPU', 'DEFAULT'))
 
 def _xla_kernel(op: tf.Operation):
-    "The kernel by which XLA compiles an operation for a GPU; None if XLA refuses it."
+    "An op's XLA GPU kernel; None if XLA cannot compile it."
     return _fitting(op.type, _types(op), ('XLA_GPU_JIT',))
 
 # %% ../../nbs/monitor/preflight.ipynb #02f67bad
@@ -68,25 +68,25 @@ _KINDS = {'refused by XLA': 'a compiled function that holds it fails at its firs
 
 @dataclass(frozen=True)
 class _Obstacle:
-    "What a GPU cannot do, or does slowly: one for all operations of a type at one place of the source."
+    "Something a GPU cannot run, or only slowly; one per op type and source line."
     kind: str           # one of `_KINDS`
-    op: str             # type of the operation
-    node: str           # name of the first one in its graph
-    place: str          # file:line that made it; '' if unknown
-    count: int          # of such operations
-    bytes: int | None   # of what it reads and makes, as far as shapes are static; None: unknown
+    op: str             # op type
+    node: str           # name of the first op
+    place: str          # file:line that created it; '' if unknown
+    count: int          # number of such ops
+    bytes: int | None   # of inputs and outputs with static shapes; None: unknown
     fix: str
 
     @property
     def size(self) -> str:
-        "The bytes with their unit."
+        "The bytes with a unit."
         if self.bytes is None: return 'size unknown'
         unit = sum(self.bytes >= limit for limit in (1e3, 1e6, 1e9))
         return f'{self.bytes / 1000**unit:.3g} {("bytes", "KB", "MB", "GB")[unit]}'
 
     @property
     def line(self) -> str:
-        "For reading."
+        "A line of text."
         many = f'{self.count} x ' if self.count > 1 else ''
         where = f' at {self.place}' if self.place else f' ({self.node})'
         size = f', {self.size}' if self.bytes else ''
@@ -95,7 +95,7 @@ class _Obstacle:
     def to_dict(self) -> dict: return asdict(self) | {'means': _KINDS[self.kind]}
 
 # %% ../../nbs/monitor/preflight.ipynb #0e14c5fd
-_REMEDIES = (   # (kind, operations, what to do)
+_REMEDIES = (   # (kind, ops, fix)
     ('int32 variable', '', 'make it int64 or float32'),
     ('Python|refused by XLA', 'PyFunc', 'write it with TensorFlow operations, or do it in the pipeline'),
     ('', 'String|AsString|Regex|Substr|Decode|Encode|ReadFile|Lookup|Unicode',
@@ -119,7 +119,7 @@ _REMEDIES = (   # (kind, operations, what to do)
     ('layout', '', 'compute it in bfloat16 or float16, which cuDNN takes channels last'))
 
 def _remedy_for(kind: str, op: str) -> str:
-    "What to do about an obstacle."
+    "The fix for an obstacle."
     return next(text for kinds, ops, text in _REMEDIES if re.match(kinds, kind) and re.search(ops, op))
 
 # %% ../../nbs/monitor/preflight.ipynb #673563c7
@@ -127,13 +127,13 @@ _OTHERS = tuple(str(Path(m.__file__).resolve().parent) for m in (tf, keras))
 _PYTHON = str(Path(sysconfig.get_path('stdlib')).resolve())
 
 def _foreign(file: str) -> bool:
-    "Whether a file belongs to TensorFlow, Keras, Python itself or what watches the program."
+    "Whether a file belongs to TensorFlow, Keras, Python or the monitor."
     inner = file.startswith(_PYTHON) and 'site-packages' not in file
-    rooms = '/fastcore/', '/xtts_nb/monitor/'   # call functions of the program
+    rooms = '/fastcore/', '/xtts_nb/monitor/'   # may call program functions
     return inner or file.startswith(_OTHERS) or any(room in file for room in rooms)
 
 def _source_line(op: tf.Operation) -> str:
-    "The newest line outside TensorFlow and Keras that made an operation, as file:line; '' if there is none."
+    "The innermost line outside TensorFlow and Keras that created an op, as file:line, or ''."
     for frame in reversed(op.traceback or ()):
         if _foreign(str(Path(frame.filename).resolve())): continue
         cell = re.search('ipykernel|^<ipython', frame.filename)
@@ -145,21 +145,21 @@ def _short(path: Path) -> str:
 
 # %% ../../nbs/monitor/preflight.ipynb #d07f3ec9
 class _Value(NamedTuple):
-    "A tensor of the graph."
-    where: str           # host, gpu, constant, or noted: made by an operation that was noted
-    variable: str = ''   # the name, if it is the handle of an int32 variable
+    "The location of a tensor in the graph."
+    where: str           # host, gpu, constant, or noted: output of a noted op
+    variable: str = ''   # name, if a handle of an int32 variable
 
 _HOST, _GPU, _CONSTANT, _NOTED = map(_Value, ('host', 'gpu', 'constant', 'noted'))
-_ON_HOST = tf.int32, tf.string, tf.resource, tf.variant   # types of arguments that are there
+_ON_HOST = tf.int32, tf.string, tf.resource, tf.variant   # dtypes of host arguments
 
 def _bytes(tensors: list) -> int | None:
-    "Of the tensors whose size is known before the program runs; None without any."
+    "Bytes of the tensors with static size; None without any."
     kinds = tf.resource, tf.string, tf.variant
     known = [t for t in tensors if t.shape.is_fully_defined() and t.dtype not in kinds]
     return sum(t.shape.num_elements() * t.dtype.size for t in known) if known else None
 
 def _arguments(op: tf.Operation, descriptions, tensors) -> Iterator[tuple]:   # (name, tensor)
-    "The tensors of an operation with the names of its arguments, some of which are lists."
+    "An op's tensors with argument names, including list arguments."
     tensors = iter(tensors)
     for arg in descriptions:
         many = op.get_attr(arg.number_attr) if arg.number_attr else 1
@@ -167,11 +167,11 @@ def _arguments(op: tf.Operation, descriptions, tensors) -> Iterator[tuple]:   # 
         for _ in range(many): yield arg.name, next(tensors)
 
 def _in_order(graph) -> list[tf.Operation]:
-    "What a result or an effect of the graph depends on, inputs first; TensorFlow runs nothing else."
+    "The ops that results and side effects depend on, inputs first; TensorFlow runs no others."
     left, begun, done = [t.op for t in graph.outputs] + list(graph.control_outputs), set(), {}
     while left:
         op = left[-1]
-        if op.name in begun: done[left.pop().name] = op   # a second time: its inputs are done
+        if op.name in begun: done[left.pop().name] = op   # second visit: inputs are done
         else:
             begun.add(op.name)
             before = [t.op for t in op.inputs] + list(op.control_inputs)
@@ -179,33 +179,33 @@ def _in_order(graph) -> list[tf.Operation]:
     return list(done.values())
 
 # %% ../../nbs/monitor/preflight.ipynb #e397715d
-def _bodies(op: tf.Operation) -> list:   # of (function, graph)
-    "The functions that an operation calls; those without a graph are left out."
+def _bodies(op: tf.Operation) -> list:   # (function, graph) pairs
+    "The functions that an op calls, if they have a graph."
     names = [f.name for a in op.op_def.attr if a.type in ('func', 'list(func)')
              for f in (op.get_attr(a.name) if a.type == 'list(func)' else [op.get_attr(a.name)])]
     made = [op.graph._functions.get(name) for name in names]
     return [(f, f.graph) for f in made if getattr(f, 'graph', None) is not None]
 
 def _graph_operations(graph) -> Iterator[tf.Operation]:
-    "Those of a graph, and of the functions that they call."
+    "The ops of a graph and its called functions."
     for op in graph.get_operations():
         yield op
         for _, inner in _bodies(op): yield from _graph_operations(inner)
 
 # %% ../../nbs/monitor/preflight.ipynb #603fb537
 _CALLS = {'PartitionedCall': 0, 'StatefulPartitionedCall': 0, 'If': 1, 'StatelessIf': 1, 'Case': 1,
-          'StatelessCase': 1, 'While': 0, 'StatelessWhile': 0}   # inputs that are not handed on
+          'StatelessCase': 1, 'While': 0, 'StatelessWhile': 0}   # number of inputs not passed on
 _STRUCTURE = re.compile('NoOp|Placeholder|_Arg|_Retval|Assert|.*(Dataset|Iterator|Summary)')
 _SIZED_BY_VALUE = 'Where', 'Unique', 'UniqueV2', 'UniqueWithCounts', 'UniqueWithCountsV2', 'DynamicPartition'
 
 _SUMMED_UP = 'int32 variable', 'float64 product', 'float32 product', 'layout'   # one for all places
 
 class _GraphReader:
-    "Walks through graphs; `found` holds the operations of each obstacle, by kind, type and place."
+    "Walks graphs; `found`: ops of each obstacle by kind, type and line."
     def __init__(self): self.found = {}
 
     def note(self, kind: str, op: tf.Operation, tensors=(), about: str = ''):
-        "Note an operation, and the tensors that it concerns."
+        "Note an op and the tensors concerned."
         place = '' if kind in _SUMMED_UP else _source_line(op)
         self.found.setdefault((kind, about or op.type, place), []).append((op, _bytes(tensors)))
 
@@ -213,9 +213,9 @@ class _GraphReader:
         graph,
         arguments: list[_Value],   # of its inputs
         compiled: bool,           # by XLA
-        aside: bool,              # put on the host by its author
+        aside: bool,              # explicitly on the host
     ) -> list[_Value]:             # of its results
-        "Read all of a graph, and the functions that it calls."
+        "Read a graph and its called functions."
         known = dict(zip((t.name for t in graph.inputs), arguments))
         for op in _in_order(graph):
             if op.outputs and op.outputs[0].name in known: continue
@@ -227,7 +227,7 @@ class _GraphReader:
         return [known.get(t.name, _GPU) for t in graph.outputs]
 
     def obstacles(self) -> list[_Obstacle]:
-        "What was found: what fails first, then the largest."
+        "The obstacles: failures first, then by size."
         out = []
         for (kind, name, place), some in self.found.items():
             op, _ = max(some, key=lambda pair: pair[1] or 0)
@@ -241,7 +241,7 @@ _MULTIPLIES = re.compile('^(MatMul|BatchMatMul(V2|V3)?|Einsum|Conv[23]D(Backprop
 
 @patch
 def _products(self: _GraphReader, op, compiled: bool):
-    "Note products for which tensor cores are not used, and convolutions that are transposed."
+    "Note products without tensor cores, and convolutions that need transposes."
     if not _MULTIPLIES.match(op.type): return
     kind, tf32 = op.inputs[-1].dtype, tf.config.experimental.tensor_float_32_execution_enabled()
     inputs = [t for t in op.inputs if t.dtype == kind]
@@ -254,7 +254,7 @@ def _products(self: _GraphReader, op, compiled: bool):
 # %% ../../nbs/monitor/preflight.ipynb #9ca4f7a5
 @patch
 def _operation(self: _GraphReader, op, inputs: list[_Value], compiled: bool, aside: bool) -> list[_Value]:
-    "Any other operation."
+    "Read any other op."
     names = {v.variable for v in inputs if v.variable}
     for name in names if compiled else ():
         self.note('int32 variable', op, op.inputs, name)
@@ -265,27 +265,27 @@ def _operation(self: _GraphReader, op, inputs: list[_Value], compiled: bool, asi
     python, kernel = 'PyFunc' in op.type, _xla_kernel(op) if compiled else _gpu_kernel(op)
     if kernel and not python: return [] if compiled else self._on_gpu(op, inputs, {*kernel.host_memory_arg})
     kind = 'refused by XLA' if compiled else 'Python' if python else 'host operation'
-    # an operation that only uses the result of a noted one is not noted again
+    # ops that only use a noted op's result are not noted again
     if compiled or _NOTED not in inputs or _GPU in inputs:
         if not (compiled and _NOTED in inputs): self.note(kind, op, [*op.inputs, *op.outputs])
     return [_NOTED] * len(op.outputs)
 
 def _known_before(op, inputs: list[_Value]) -> bool:
-    "Whether TensorFlow computes it when it prepares the graph."
+    "Whether TensorFlow folds the op into a constant."
     if op.op_def.is_stateful or not inputs: return False
     sizes = op.type in ('Shape', 'ShapeN', 'Size', 'Rank')
     return all(t.shape.is_fully_defined() if sizes else v == _CONSTANT for t, v in zip(op.inputs, inputs))
 
 @patch
 def _on_gpu(self: _GraphReader, op, inputs: list[_Value], host_arguments: set[str]) -> list[_Value]:
-    "An operation with a kernel for a GPU, some of whose arguments lie on the host."
+    "An op with a GPU kernel, some of whose arguments are on the host."
     named = list(_arguments(op, op.op_def.input_arg, zip(op.inputs, inputs)))
     fetched = [t for name, (t, value) in named if name in host_arguments and value == _GPU]
     kinds = {t.dtype for t in (*fetched, *op.outputs)}
     whole = {name for name, _ in named} <= host_arguments and kinds <= {tf.int32, tf.bool}
     if fetched and op.type != 'Identity': self.note('wait', op, fetched, f'{op.type} of int32' * whole)
     elif op.type in _SIZED_BY_VALUE: self.note('wait', op, op.inputs)
-    lists = 'TensorList' in op.type   # nothing is known of them; their sizes are taken to be on the host
+    lists = 'TensorList' in op.type   # unknown; sizes are assumed on the host
     return [_HOST if name in host_arguments or lists and t.dtype == tf.int32 else _GPU
             for name, t in _arguments(op, op.op_def.output_arg, op.outputs)]
 
@@ -294,24 +294,24 @@ def _compiles(function) -> bool: return function.cached_definition.attr['_XlaMus
 
 @patch
 def _call(self: _GraphReader, op, inputs: list[_Value], compiled: bool, aside: bool) -> list[_Value]:
-    "A call, a conditional or a loop."
+    "Read a call, conditional or loop."
     given, called = inputs[_CALLS[op.type]:], _bodies(op)
     results = [self.read(graph, given, compiled or _compiles(f), aside) for f, graph in called
                if len(graph.inputs) == len(given)]
     asked = inputs[0] if _CALLS[op.type] else None
     if 'While' in op.type and len(results) == 2: asked, results = results[0][0], results[1:]
-    guard = 'AssertGuard' in op.name   # of an assertion, which waits for nobody else
+    guard = 'AssertGuard' in op.name   # of an assertion, which does not block others
     if asked == _GPU and not (compiled or aside or guard): self.note('wait', op, op.inputs[:_CALLS[op.type]])
     if not results: return []
     return [_GPU if _GPU in several else several[0] for several in zip(*results)]
 
 # %% ../../nbs/monitor/preflight.ipynb #9b72a159
 def preflight(
-    function,      # a `tf.function` or any function of tensors, which is traced; or a concrete function
-    *args,         # what it is called with: tensors, or `tf.TensorSpec`s
+    function,      # a `tf.function`, a function of tensors (traced), or a concrete function
+    *args,         # its arguments: tensors or `tf.TensorSpec`s
     **kwargs,
-) -> list[_Obstacle]:   # what fails first
-    "What a GPU cannot do in this program, or does slowly; read from the graph, on any machine."
+) -> list[_Obstacle]:   # failures first
+    "Find ops that a GPU cannot run, or only slowly, from the graph, on any machine."
     if not hasattr(function, 'get_concrete_function'):
         if not hasattr(function, 'captured_inputs'): function = tf.function(function)
     if hasattr(function, 'get_concrete_function'):
@@ -325,10 +325,10 @@ def preflight(
     return reader.obstacles()
 
 def _holds_int32(handle: tf.Tensor) -> bool:
-    "Whether it is the handle of a variable of type int32."
+    "Whether a handle is that of an int32 variable."
     held = handle.dtype == tf.resource and handle_data_util.get_resource_handle_data(handle).shape_and_type
     return bool(held) and held[0].dtype == tf.int32.as_datatype_enum
 
 def preflight_lines(obstacles: list[_Obstacle]) -> list[str]:
-    "A line for each, or one that nothing was found."
+    "A line per obstacle, or one that none was found."
     return [o.line for o in obstacles] or ['Nothing was found that a GPU cannot do, or does slowly.']

@@ -41,7 +41,7 @@ from .seen import finding, Finding, _MIN_GAIN, _Seen, steady_part, _steps_of_fit
 from .watch import Event, _place_of, Watch
 
 # %% ../../nbs/monitor/program.ipynb #e1b00072
-_SPENT = {   # the kinds of looks: their name, and what the limit is where one of them is all
+_SPENT = {   # kinds of stack samples: name, and the limit if one dominates
     'graph': ('compiled steps', 'what the device computes; a GPU computes faster, also in half precision'),
     'input': ('waiting for batches', 'the pipeline, and the cores and the disk that it has'),
     'eager': ('operations started one by one', 'what they compute, and their start'),
@@ -55,35 +55,35 @@ _SPENT = {   # the kinds of looks: their name, and what the limit is where one o
     'validation': ('validation', 'how often it is validated, and on how many rows')}
 
 def _time_spent(seen: _Seen, nothing_found: bool) -> str:
-    "What the watched time went into, and what limits a program in which there is nothing to fix."
+    "Where the watched time went, and the limit of a program without findings."
     most = sorted(((kind, s) for kind, s in seen.parts.items() if s >= .005), key=lambda pair: -pair[1])
     parts = ', '.join(f'{_SPENT[kind][0]} {share:.0%}' for kind, share in most)
     limit = f'; the limit is {_SPENT[most[0][0]][1]}' if nothing_found and most else ''
     return f'of the {seen.seconds:.1f} s that were watched: {parts}{limit}'
 
 # %% ../../nbs/monitor/program.ipynb #b0a10013
-_PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a later one gains twice as much
+_PROGRAM_RULES = (   # the first rule for a line wins, unless a later one gains twice as much
     find_made_in_loop, find_added_operations, find_pipelines, find_new_iterators, find_single_rows,
     find_traces, find_compiled_again, find_growth, find_validation, find_small_evaluation,
     find_filled_again, find_copied_weights, find_converted, find_same_values, find_eager, find_eager_rows,
     find_in_graph, find_few_threads, find_python_input, find_slow_input, find_copy_bound, find_beside,
     find_tiny_steps, find_ended_passes, find_fetches, find_own_python, find_on_host)
 
-_INSIDE_FIT = (   # of a `fit` that is called in a loop, where nothing is to be said of that loop
+_INSIDE_FIT = (   # for a `fit` called in a loop, if the loop has no findings
     find_in_graph, find_few_threads, find_python_input, find_slow_input, find_tiny_steps)
 
-FEW_LOOKS, MOMENT = 20, .5   # s; below both nothing is said
+FEW_LOOKS, MOMENT = 20, .5   # samples, s; below both there is no report
 _TOO_SHORT = 'the program was too short to be judged'
 _NO_LOOP = 'no training was seen'
 _UNTIMED = 'how long fit waits for its batches was not measured'
 
 def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
-    "The findings about a watched program, largest gain first, and notes."
+    "Findings on a watched program, largest gain first, and notes."
     seen = steady_part(watch)
     return _explained(seen) if seen.loop else ([], [_no_loop(watch)])
 
 def _explained(seen: _Seen) -> tuple[list[Finding], list[str]]:
-    if len(seen.looks) < FEW_LOOKS and seen.seconds < MOMENT:   # the GIL may keep looks away for longer
+    if len(seen.looks) < FEW_LOOKS and seen.seconds < MOMENT:   # the GIL may delay samples
         return [], [f'only {len(seen.looks)} looks: {_TOO_SHORT}; let it train for longer']
     notes = [f'only {len(seen.looks)} looks: the program was too short to be sure'] * (len(seen.looks) < 40)
     notes += _not_measured(seen)
@@ -99,7 +99,7 @@ def _explained(seen: _Seen) -> tuple[list[Finding], list[str]]:
     return _ranked(found), notes
 
 def _ranked(findings: list[Finding]) -> list[Finding]:
-    "Largest gain first; a finding moves before an earlier one only if it promises clearly more."
+    "Sort by gain; a finding passes an earlier one only if its gain is clearly larger."
     out = []
     for f in findings:
         larger = (i for i, other in enumerate(out) if f.gain > 1.1 * other.gain)
@@ -107,7 +107,7 @@ def _ranked(findings: list[Finding]) -> list[Finding]:
     return out
 
 def _no_loop(watch: Watch) -> str:
-    "What a program did instead of training."
+    "Text: what a program did instead of training."
     spent, where = Counter((look.kind, look.place) for look in watch.looks if look.place), ''
     for (kind, place), looks in spent.most_common(1):
         where = (f'; {looks / len(watch.looks):.0%} of the {watch.ended - watch.begun:.0f} s went into '
@@ -116,7 +116,7 @@ def _no_loop(watch: Watch) -> str:
             '--seconds; if the script starts another program, diagnose that one')
 
 def _not_measured(seen: _Seen) -> list[str]:
-    "What no figure is given for, and why."
+    "Notes on what was not measured, and why."
     out, size = [seen.fit.untimed] if seen.fit and seen.fit.untimed else [], _size_of(_variables())
     if seen.watch.fits and not seen.watch.windows and seen.loop[:1] == ('call',):
         out.append(f'{_UNTIMED}: it was watched for too short a time; give a larger --seconds')
@@ -129,15 +129,15 @@ def _not_measured(seen: _Seen) -> list[str]:
     return out
 
 _PARTS = 'input', 'own', 'numpy', 'convert', 'save', 'summary', 'pipeline', 'end'   # outside the step
-_LARGE = .4   # of the time, from which on a part is reported whatever it is
+_LARGE = .4   # share of time from which a part is always reported
 
 def _located(seen: _Seen, found: list[Finding]) -> list[Finding]:
-    "The largest part of the time, where no rule knows a cause of it: its line, and what it costs."
+    "The largest part of the time without a known cause: its line and cost."
     parts = {kind: share for kind, share in seen.parts.items() if kind in _PARTS}
     kind = max(parts, key=parts.get, default='')
     share = parts.get(kind, 0.)
     if share < _LARGE or any(not f.only_on_gpu for f in found): return []
-    kinds = (kind, 'own', 'numpy') if kind == 'input' else (kind,)   # a generator in Python
+    kinds = (kind, 'own', 'numpy') if kind == 'input' else (kind,)   # a Python generator
     place = next((p for p, _ in seen.places(*kinds)), seen.loop[1])
     inside = Counter(l.within for l in seen.looks if l.kind in kinds and l.place == place).most_common(1)
     name, limit = _SPENT[kind]
@@ -148,7 +148,7 @@ def _located(seen: _Seen, found: list[Finding]) -> list[Finding]:
         'pipeline, or in a thread)', share, place)]
 
 def _asked(rules: tuple, seen: _Seen, notes: list) -> list[Finding]:
-    "What rules find beyond noise."
+    "Findings of the rules above noise."
     found, here = [], str(seen.loop[1]) if seen.ready else ''   # not the line that calls `diagnose`
     for rule in rules:
         known = {f.place: f.gain for f in found if f.place not in ('', here)}
@@ -160,35 +160,35 @@ def _asked(rules: tuple, seen: _Seen, notes: list) -> list[Finding]:
 # %% ../../nbs/monitor/program.ipynb #b0a10015
 @dataclass
 class _FitRecord:
-    "What a training by `fit` showed in addition to its steps."
+    "Facts of a `fit` beyond its steps."
     model: keras.Model
-    wait_share: float = 0.       # of the time of an iteration, for its batch
-    wait_seconds: float = 0.     # for a batch
-    step_seconds: float = 0.     # of a step alone
-    epochs: int = 0              # begun
-    planned: int = 1             # epochs that `fit` was asked for
+    wait_share: float = 0.       # share of an iteration spent waiting for its batch
+    wait_seconds: float = 0.     # per batch
+    step_seconds: float = 0.     # per step alone
+    epochs: int = 0              # started
+    planned: int = 1             # epochs requested
     steps: int = 0
-    asked: int | None = None     # steps of an epoch, as `fit` counts them
-    one: Callable | None = None  # the step of one batch
+    asked: int | None = None     # steps per epoch, by `fit`
+    one: Callable | None = None  # step of one batch
     batch: object = None
-    shapes: list = field(default_factory=list)   # of the batches that were fetched apart
-    arrays: bool = False         # whether Keras itself made the pipeline, of arrays
-    untimed: str = ''            # why waiting and step were not told apart
+    shapes: list = field(default_factory=list)   # of separately fetched batches
+    arrays: bool = False         # whether Keras made the pipeline from arrays
+    untimed: str = ''            # why wait and step were not separated
 
 def _fit_frame(frame):
-    "That of `fit` itself, which ends with an error too; Keras calls no callback then."
+    "The stack frame of `fit`, which also ends on errors, when Keras calls no callback."
     while frame and frame.f_code.co_name != 'fit': frame = frame.f_back
     return frame
 
 # %% ../../nbs/monitor/program.ipynb #d0a0100b
 class Diagnose(keras.callbacks.Callback):
-    "Watches some steps of `fit`, and says at its end what makes them slow."
+    "Watches some steps of `fit` and reports at the end what makes them slow."
     def __init__(self,
-        steps: int = 200,          # that are watched at most
-        seconds: float = 20.,      # so long at most
-        warm: int = 5,             # steps before that
-        report: Callable | None = print,   # gets each line; None: only `findings` and `notes`
-        watch: Watch | None = None,   # one that watches already
+        steps: int = 200,          # most steps to watch
+        seconds: float = 20.,      # longest watch
+        warm: int = 5,             # steps before it
+        report: Callable | None = print,   # receives each line; None: only `findings` and `notes`
+        watch: Watch | None = None,   # a watch already active
     ):
         super().__init__()
         self.most, self.most_seconds, self.warm, self.report, self.given = steps, seconds, warm, report, watch
@@ -197,7 +197,7 @@ class Diagnose(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         if self.done: return
-        if self.phases: self.phases.end()   # of a training that has failed
+        if self.phases: self.phases.end()   # of a failed training
         if self.watch and not self.given: self.watch.__exit__()
         frame = _fit_frame(sys._getframe())
         self.watch = self.given or Watch(frame=frame).__enter__()
@@ -208,11 +208,11 @@ class Diagnose(keras.callbacks.Callback):
         before = [f.steps // f.epochs for f in self.watch.fits if f.epochs and f.model is self.model]
         total = (self.fit.asked or (before or [10**9])[-1]) * self.fit.planned
         self.half = self.warm + max(8, total // 2)
-        self.part_at = min(self.warm + self.most, self.half)   # a short training is watched half
+        self.part_at = min(self.warm + self.most, self.half)   # half of a short training
         self.watch.fits.append(self.fit)
         self.place = _place_of(sys._getframe())
 
-    def on_epoch_begin(self, epoch, logs=None): self.fit.epochs += not self.done   # as `steps` counts
+    def on_epoch_begin(self, epoch, logs=None): self.fit.epochs += not self.done   # as in `steps`
 
     def on_train_batch_begin(self, batch, logs=None):
         if self.phases and not self.done: self.phases.arm()
@@ -224,7 +224,7 @@ class Diagnose(keras.callbacks.Callback):
         count = self.fit.steps
         self.watch.events.append(Event('fit', self.place, self.start, now - self.start))
         if count == 1: self.first = now
-        # of long steps fewer are waited for
+        # shorter warm-up for long steps
         if not self.began and (count == self.warm or now - self.first > self.most_seconds / 8):
             self.began = now
         if self.phases is None:
@@ -240,7 +240,7 @@ class Diagnose(keras.callbacks.Callback):
 # %% ../../nbs/monitor/program.ipynb #d0a0f002
 @patch
 def _part(self: Diagnose, now: float):
-    "The watched steps are over; in some more, fetching the batch and the step are two calls."
+    "End the watch; some more steps separate fetching from computing."
     self.watch.windows.append((self.began, now, self.fit))
     self.phases, self.until, self.split = FitPhases(10**9), self.fit.steps + 24, now
     if why := self.phases.begin(self.model):
@@ -254,7 +254,7 @@ def _finish(self: Diagnose):
         spent, alone = interval.spent, interval.alone
         self.phases.end()
         self.fit.wait_seconds = spent['wait'] / max(1, len(self.phases.shapes))
-        each = spent['step'] / max(1, interval.counted)   # steps that traced are not among them
+        each = spent['step'] / max(1, interval.counted)   # without steps that traced
         if each: self.fit.wait_share = self.fit.wait_seconds / (self.fit.wait_seconds + each)
         if not self.phases.shapes and not self.fit.untimed:
             self.fit.untimed = f'{_UNTIMED}: another callback times its steps'
@@ -267,12 +267,12 @@ def _finish(self: Diagnose):
 
 @patch
 def _explain(self: Diagnose):
-    "Once the training is over: a trial reads the dataset, and calls the step."
+    "After training, since trials read the dataset and call the step."
     self.findings, self.notes = explain(self.watch)
     for line in _finding_lines(self.findings, self.notes) if self.report else []: self.report(line)
 
 @patch
-def on_test_begin(self: Diagnose, logs=None):   # of the validation; `evaluate` alone is not watched
+def on_test_begin(self: Diagnose, logs=None):   # validation only; `evaluate` alone is not watched
     self.tested = None
     if self.done or not self.watch: return
     self.watch.validating = True
@@ -291,22 +291,22 @@ def on_test_end(self: Diagnose, logs=None):
 # %% ../../nbs/monitor/program.ipynb #b0a10016
 @contextmanager
 def _every_fit_watched(watch: Watch):
-    "Inside, each `fit` has a `Diagnose` that reports to `watch`."
+    "Context manager: each `fit` gets a `Diagnose` that reports to `watch`."
     original = keras.Model.fit
     @wraps(original)
     def fit(self, *args, **kwargs):
         given = inspect.signature(original).bind(self, *args, **kwargs)
         own = given.arguments.get('callbacks') or []
         event = Event('fits', _place_of(sys._getframe(1)), time.perf_counter())
-        part = min(20., (watch.limit or 40.) / 2)   # s; the script is ended after `limit`
+        part = min(20., (watch.limit or 40.) / 2)   # s; the script ends after `limit`
         few = sum(e.kind == 'fits' for e in watch.events) < 3
         mine = [Diagnose(watch=watch, seconds=part)] if few else []
-        if isinstance(own, keras.callbacks.CallbackList): mine = []   # it belongs to the program
+        if isinstance(own, keras.callbacks.CallbackList): mine = []   # owned by the program
         else: given.arguments['callbacks'] = [*own, *mine] if isinstance(own, (list, tuple)) else [own, *mine]
         try: return original(*given.args, **given.kwargs)
         finally:
             for one in mine:
-                if one.phases: one.on_train_end()   # Keras does not, where the watch ends inside of it
+                if one.phases: one.on_train_end()   # Keras does not if the watch ends inside it
             event.seconds = time.perf_counter() - event.start
             watch.events.append(event)
     keras.Model.fit = fit
@@ -315,16 +315,16 @@ def _every_fit_watched(watch: Watch):
 
 @contextmanager
 def _as_python_would():
-    "Inside, Ctrl-C does what it does in `python script`."
+    "Context manager: Ctrl-C works as in `python script`."
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try: yield
     finally: signal.signal(signal.SIGINT, before)
 
-_watching = []   # not empty while a script is watched
+_watching = []   # non-empty while a script is watched
 
-@cache   # a hook cannot be taken away
+@cache   # hooks cannot be removed
 def _refuse_other_backends():
-    "A script that chooses another backend of Keras gets a `UserError` there: Keras is imported by now."
+    "Raise `UserError` if a script selects another Keras backend, since Keras is already imported."
     def heard(event, arguments):
         if event != 'os.putenv' or not _watching or arguments[0] != b'KERAS_BACKEND': return
         if arguments[1] != b'tensorflow': raise _other_backend(arguments[1].decode())
@@ -334,23 +334,21 @@ def _other_backend(name: str) -> UserError:
     return UserError(f'KERAS_BACKEND={name}: only the backend tensorflow can be diagnosed; run the script '
                      'without diagnose, or with that backend.')
 
-_exit_codes = []   # of a script that was watched to its end
+_exit_codes = []   # of a script watched to its end
 
 def _leave():
-    "End the process at once, if a script was watched to its end."
+    "End the process immediately if a script was watched to its end."
     if not _exit_codes: return
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_exit_codes[-1])
 
 def _leave_at_exit():
-    """Let the process end once the script's own functions at exit have run, so call this before the script.
-
-    In what Python does after them, a pipeline that calls Python and is half read never ends."""
+    "Skip Python's shutdown, which hangs on half-read Python pipelines; call it before the script."
     atexit.register(_leave)
 
 def _leave_with(code: int):
-    "Let the process end with the main thread; one of the script that is not a daemon would hold it."
+    "End the process with the main thread, whatever non-daemon threads the script has."
     _exit_codes.append(code)
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     def leave():
@@ -362,9 +360,9 @@ def _leave_with(code: int):
 def watch_script(
     path: str | Path,
     arguments: list[str] = (),
-    seconds: float = 30.,    # after its loop has begun; then it is ended as by one Ctrl-C
+    seconds: float = 30.,    # from the start of its loop; then it ends as by Ctrl-C
 ) -> Watch:
-    "Run a script as `python script arguments` would, under a watch; raises `UserError` if it fails."
+    "Run a script under a watch, as `python script arguments`; raises `UserError` if it fails."
     path = Path(path)
     if not path.is_file(): raise UserError(f'{path}: there is no such script.')
     if (backend := keras.backend.backend()) != 'tensorflow': raise _other_backend(backend)
@@ -378,7 +376,7 @@ def watch_script(
             runpy.run_path(str(path), run_name='__main__')
     except SystemExit as e: _check_exit(path, watch, e.code)
     except UserError: raise
-    except (Exception, KeyboardInterrupt) as e:   # native code that calls Python makes another error of it
+    except (Exception, KeyboardInterrupt) as e:   # native code may change the error
         if not watch.over:
             if isinstance(e, KeyboardInterrupt): raise
             raise UserError(f'{path}: failed while it was watched: {type(e).__name__}: {e}') from e
@@ -388,7 +386,7 @@ def watch_script(
     return watch
 
 def _check_exit(path: Path, watch: Watch, code):
-    "Raise `UserError` if a script has ended with an error of its own before it trained."
+    "Raise `UserError` if a script failed by itself before training."
     watch.exit_code = code if isinstance(code, int) else int(code is not None)
     if isinstance(code, str): print(code, file=sys.stderr)
     if watch.exit_code and not steady_part(watch).steps:
@@ -396,12 +394,12 @@ def _check_exit(path: Path, watch: Watch, code):
                         'lines above.')
 
 def _without_findings(notes: list[str]) -> str:
-    "What is said where nothing was found."
+    "The text without findings."
     unknown = any(reason in note for note in notes for reason in (_TOO_SHORT, _NO_LOOP, _UNTIMED))
     return 'Not judged.' if unknown else 'Nothing to fix.'
 
 def _finding_lines(findings: list[Finding], notes: list[str]) -> list[str]:
-    "For reading."
+    "Lines of text."
     out = []
     for i, f in enumerate(findings, 1):
         where = f' at {f.place}' if f.place else ''

@@ -17,22 +17,20 @@ from .loop import _batch_rows
 from .watch import _LOOP_KINDS, _Place, _reads_iterator, _SHAPED, Watch
 
 # %% ../../nbs/monitor/seen.ipynb #b0a10005
-_CALLED = {   # kinds of counted calls: the part of an iteration that their time is
+_CALLED = {   # kind of counted call: part of an iteration
     'next': 'input', 'device': 'graph', 'fetch': 'fetch', 'end': 'end',
     'validation': 'validation', 'evaluate': 'validation',
     **dict.fromkeys(('call', 'session', 'predict', 'train_on_batch', 'fit'), 'graph')}
 
 def account(seen: '_Seen') -> dict[str, float]:   # kind of part -> share
-    """The watched time divided into parts, as shares that sum to 1.
-
-    The clock tells the calls apart that were counted; looks at the stack divide what is left."""
+    "Shares of the watched time, of sum 1: counted calls are timed, stack samples divide the rest."
     spent, until = Counter(), seen.begin
     for e in sorted(seen.events, key=lambda e: e.start):
         end = min(seen.end, e.start + e.seconds)
-        if e.kind not in _CALLED or end <= until: continue   # a part of the call around it
+        if e.kind not in _CALLED or end <= until: continue   # inside an outer call
         spent['trace' if e.traced else _CALLED[e.kind]] += (end - max(e.start, until)) / seen.seconds
         until = end
-    if seen.fit:   # it waits inside of its function
+    if seen.fit:   # it waits inside its function
         waits = seen.fit.wait_share * spent['graph']
         spent.update(input=waits, graph=-waits)
     counted = {_CALLED[e.kind] for e in seen.events if e.kind in _CALLED}
@@ -43,18 +41,18 @@ def account(seen: '_Seen') -> dict[str, float]:   # kind of part -> share
 
 @dataclass
 class _Seen:
-    "The steady part of a watched program."
+    "The steady-state part of a watched program."
     watch: Watch
     begin: float
     end: float
     loop: tuple          # (kind, place) of the main loop, or ()
-    steps: list          # its events
-    notes: list = field(default_factory=list)   # what could not be examined
-    ready: float | None = None   # s of an iteration on batches that are ready, where that was measured
-    fit: object = None   # the record of the `fit` whose steps these are; default: of the last one
+    steps: list          # events
+    notes: list = field(default_factory=list)   # on parts that could not be examined
+    ready: float | None = None   # s per iteration on prefetched batches, if measured
+    fit: object = None   # record of the `fit` with these steps; default: the last one
 
     def ask(self, rule: Callable, *given) -> list:
-        "What a rule finds; one that fails on an unusual program must not take the others with it."
+        "A rule's findings; a rule that fails must not stop the others."
         try: return rule(self, *given)
         except Exception as e:
             reason = (str(e).splitlines() or [''])[0][:200]
@@ -73,7 +71,7 @@ class _Seen:
         self.python = [p for p in self.watch.python if inside(p.start)]
 
     def share(self, *kinds: str, place: _Place | None = None) -> float:
-        "Of the looks that were of one of these kinds, at a line or anywhere."
+        "Share of stack samples of these kinds, at a line or anywhere."
         hits = sum(l.kind in kinds and (place is None or l.place == place) for l in self.looks)
         return hits / max(1, len(self.looks))
 
@@ -81,45 +79,45 @@ class _Seen:
     def parts(self) -> dict[str, float]: return account(self)
 
     def part(self, *kinds: str) -> float:
-        "Of the time, by the account: who computes may hold the lock of Python, so that looks come too late."
+        "Share of time by the account; unlike samples, not biased by a held GIL."
         return sum(self.parts.get(kind, 0.) for kind in kinds)
 
     def beside(self, kind: str) -> float:
-        "The share of a kind of work in what other threads do for the program."
+        "The share of a kind of work in other threads."
         looks = [l for l in self.watch.beside if self.begin <= l.time <= self.end]
         return sum(l.kind == kind for l in looks) / max(1, len(looks))
 
     def places(self, *kinds: str) -> list[tuple[_Place, float]]:
-        "The lines with these kinds, and their shares, largest first."
+        "Lines with these kinds and their shares, largest first."
         count = Counter(l.place for l in self.looks if l.kind in kinds and l.place)
         return [(place, n / max(1, len(self.looks))) for place, n in count.most_common()]
 
     def error(self, share: float) -> float:
-        "Twice the standard error of a share; looks that follow each other are not independent."
+        "Twice the standard error of a share; successive samples are not independent."
         return 2 * math.sqrt(max(share * (1 - share), .001) / max(1, len(self.looks) / 4))
 
 # %% ../../nbs/monitor/seen.ipynb #d0a00000
 def _steps_of_fit(watch: Watch) -> _Seen:
-    "The steps that `Diagnose` watched."
+    "The steps watched by `Diagnose`."
     begin, end, *of = max(watch.windows, key=lambda w: w[1] - w[0])
     steps = [e for e in watch.events if e.kind == 'fit' and begin <= e.start <= end]
     return _Seen(watch, begin, end, ('fit', steps[0].place if steps else None), steps, fit=(of or [None])[0])
 
 def steady_part(watch: Watch) -> _Seen:
-    "Where the main loop of a program has settled."
+    "The part of a program in which its main loop is in steady state."
     fits, groups = [e for e in watch.events if e.kind == 'fits'], {}
     for e in watch.events:
         if e.kind in _LOOP_KINDS: groups.setdefault((e.kind, e.place), []).append(e)
     loops = {key: some for key, some in groups.items() if len(some) > 3}
     spans = {key: some[-1].start + some[-1].seconds - some[2].start for key, some in loops.items()}
-    if len(fits) > 3:   # fit itself is called in a loop, unless that is a small part of the program
+    if len(fits) > 3:   # fit is called in a loop, unless that is a small part of the program
         apart = [s for (_, place), s in spans.items() if place not in {e.place for e in fits}]
         if sum(e.seconds for e in fits) > .5 * max(apart, default=0.):
             end = fits[-1].start + fits[-1].seconds
             return _Seen(watch, fits[2].start, end, ('fits', fits[-1].place), fits[2:])
     if watch.windows: return _steps_of_fit(watch)
     if not loops: return _Seen(watch, watch.begun, watch.ended, (), [])
-    # the longest one; of those that are nearly as long, that with most calls
+    # the longest; among similar ones that with the most calls
     longest = max(spans.values())
     key = max((k for k in spans if spans[k] > .8 * longest), key=lambda k: len(loops[k]))
     some = loops[key]
@@ -127,14 +125,14 @@ def steady_part(watch: Watch) -> _Seen:
 
 # %% ../../nbs/monitor/seen.ipynb #e2a00005
 def _calls_with_rows(seen: _Seen, *kinds: str) -> dict:   # (kind, place) -> events
-    "The calls of these kinds whose rows are known, by the line of the program that made them."
+    "Calls of these kinds with known rows, by program line."
     groups = {}
     for e in seen.events:
         if e.kind in kinds and e.rows and e.place: groups.setdefault((e.kind, e.place), []).append(e)
     return groups
 
 def _compiled_call(seen: _Seen) -> Call | None:
-    "The compiled function that takes most of the time, as it was called last with a whole batch."
+    "The most time-consuming compiled function, as last called with a full batch."
     if seen.loop[:1] == ('fit',) and seen.fit and seen.fit.one is not None:
         return Call(seen.fit.one, (seen.fit.batch,))
     spent = Counter()
@@ -145,43 +143,43 @@ def _compiled_call(seen: _Seen) -> Call | None:
     function, _, args, kwargs = seen.watch.last[key]
     if _reads_iterator(args, kwargs): return None
     rows, early = (lambda given: _batch_rows([list(given[0]), given[1]]) or 0), seen.watch.early.get(key)
-    # the last call may have got the rest of an epoch
+    # the last batch may be partial
     if early and rows(early) > rows((args, kwargs)): args, kwargs = early
     return Call(function, args, kwargs)
 
 def _datasets_of(seen: _Seen, own: bool = True) -> list:
-    "The pipelines that the main loop reads, else all; `own`: not one that Keras makes of arrays by itself."
+    "The pipelines that the main loop reads, else all; `own`: without Keras's own for arrays."
     if own and seen.fit and seen.fit.arrays: return []
     mine = seen.loop and seen.watch.datasets.get(seen.loop[1])
     return [passes.last for passes in ([mine] if mine else seen.watch.datasets.values())]
 
 def waiting(seen: _Seen) -> float:
-    "The share of the time in which the program waits for its next batch."
+    "The share of time spent waiting for the next batch."
     return seen.fit.wait_share if seen.loop[:1] == ('fit',) and seen.fit else seen.part('input')
 
 # %% ../../nbs/monitor/seen.ipynb #b0a10007
-_MIN_GAIN = 1.2   # a smaller gain is not worth a change, and hard to tell from noise
+_MIN_GAIN = 1.2   # smaller gains are not worth a change and hard to distinguish from noise
 
 @dataclass(frozen=True)
 class Finding:
-    "One thing that makes a training slow."
+    "A cause of slow training."
     cause: str
     evidence: str
     fix: str
     gain: float                # wall time per row now divided by wall time after the fix
-    measured: bool = False     # whether the fix was run; else the gain is a limit, if the rest stays as it is
-    apply: Callable | None = field(default=None, repr=False, compare=False)   # (dataset, step) -> the same
-    alters: str = ''           # what the fix changes in what is learned
+    measured: bool = False     # whether the fix was run; else the gain is an upper limit
+    apply: Callable | None = field(default=None, repr=False, compare=False)   # (dataset, step) -> same
+    alters: str = ''           # the fix's effect on learning
     place: str = ''            # file:line of the program
-    line: str = ''             # its text
-    change: str = ''           # lines of code to write instead
-    low: float = 0.            # the spread of the gain, over rounds or samples; 0: unknown
+    line: str = ''             # source text
+    change: str = ''           # replacement code
+    low: float = 0.            # spread of the gain over rounds or samples; 0: unknown
     high: float = 0.
-    only_on_gpu: bool = False  # only a GPU shows what it costs: the gain is not known
+    only_on_gpu: bool = False  # costs only on a GPU: unknown gain
 
     @property
     def limit(self) -> float:
-        "The gain that was measured, else the most that it can be, as far as the share is known."
+        "The measured gain, else its upper limit for the uncertain share."
         return self.gain if self.measured else max(self.gain, self.high)
 
     def to_dict(self) -> dict:
@@ -193,7 +191,7 @@ class Finding:
                 'gain': None if self.only_on_gpu else round(self.limit, 2), 'measured': self.measured} | known
 
     def gain_text(self) -> str:
-        "For reading."
+        "The gain as text."
         if self.only_on_gpu: return 'its gain can only be measured on a GPU'
         if not self.measured: return f'at most about {self.limit:.{1 * (self.limit < 100)}f} x as fast'
         spread = f' ({self.low:.3g} to {self.high:.3g})' if self.high else ''
@@ -203,23 +201,23 @@ def ms(seconds: float) -> str: return f'{1e3 * seconds:.1f} ms'
 
 # %% ../../nbs/monitor/seen.ipynb #b0a1f007
 def gain_without(share: float, left: float = 0.) -> float:
-    "The gain if a share of the time becomes `left` of what it was."
+    "The gain if a share of the time shrinks to the fraction `left`."
     return 1 / max(1e-3, 1 - share + share * left)
 
 def finding(
     seen: _Seen,
-    cause: str,          # in few words
+    cause: str,          # short text
     evidence: str,
     fix: str,
-    share: float,        # of the time that the change touches
+    share: float,        # share of time affected by the fix
     place: _Place | None = None,
-    change: str = '',    # lines of code
-    left: float = 0.,    # fraction of the share that remained in a trial
-    measured: bool = False,   # whether that trial was the fix itself
-    apply: Callable | None = None,   # as of `Finding`
-    timed: bool = False,      # the share is from the clock, and not from looks
+    change: str = '',    # replacement code
+    left: float = 0.,    # fraction of the share remaining in a trial
+    measured: bool = False,   # whether the trial was the fix itself
+    apply: Callable | None = None,   # as in `Finding`
+    timed: bool = False,      # the share is timed, not sampled
 ) -> Finding:
-    "A finding with its gain; its spread is that of a share that is sampled."
+    "A finding with its gain and the spread due to sampling the share."
     off, top = seen.error(share), lambda s: min(.999, max(0., s))
     low, gain, high = (gain_without(top(s), left) for s in (share - off, share, share + off))
     if timed: low = high = 0.
@@ -232,13 +230,13 @@ def _only_on_gpu(
     place: _Place | str | None = None,
     change: str = '',
 ) -> Finding:
-    "A finding about what costs nothing on a CPU."
+    "A finding that costs nothing on a CPU."
     return Finding(cause, f'{evidence}; what that costs cannot be measured without a GPU', fix, 1.,
                    place=str(place or ''), line=getattr(place, 'text', ''), change=change, only_on_gpu=True)
 
 # %% ../../nbs/monitor/seen.ipynb #d0a0f011
 def again(seen: _Seen, place: _Place | None) -> float | None:
-    "The time of the last call at a line with the same arguments, which are known by now; None if it fails."
+    "Time of a line's last call repeated with the same arguments; None if it fails."
     key = next(((kind, place) for kind in _SHAPED if (kind, place) in seen.watch.last), None)
     if key is None: return None
     owner, name, args, kwargs = seen.watch.last[key]

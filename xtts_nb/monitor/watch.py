@@ -38,10 +38,10 @@ from .loop import _batch_rows, _chain, TF_FUNCTION
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10005
 def libraries(
-    paths: list[str],    # where Python looks for modules
-    packages: tuple = ('xtts_nb', 'tensorflow', 'keras', 'numpy'),   # libraries wherever they lie
-) -> tuple[str, ...]:    # real paths, each with a separator behind it
-    "Folders whose code is not the program's."
+    paths: list[str],    # Python's module paths
+    packages: tuple = ('xtts_nb', 'tensorflow', 'keras', 'numpy'),   # libraries at any location
+) -> tuple[str, ...]:    # real paths with trailing separators
+    "Folders with code that is not the program's."
     python = [sysconfig.get_path(name) for name in ('stdlib', 'platstdlib', 'purelib', 'platlib')]
     elsewhere = [str(Path(find_spec(name).origin).parent) for name in packages]   # `pip install --target`
     installed = _installed([p for p in paths if not p.endswith('-packages')])
@@ -49,7 +49,7 @@ def libraries(
     return tuple(os.path.realpath(p) + os.sep * (not p.endswith('.py')) for p in folders)
 
 def _installed(paths: list[str]) -> set[str]:
-    "What was installed into folders of other names: a program may lie there too."
+    "Packages installed in other folders, which may also contain the program."
     out = set()
     for d in distributions(path=paths):
         lines = (d.read_text('RECORD') or '').splitlines()
@@ -61,12 +61,12 @@ _LIBRARIES = libraries(sys.path)
 
 @cache
 def _is_users(file: str) -> bool:
-    "Whether a file belongs to the program and to no library."
+    "Whether a file belongs to the program, not to a library."
     if file.startswith('<'): return file.startswith(('<ipython', '<string', '<stdin'))
     return not os.path.realpath(file).startswith(_LIBRARIES) and '__autograph_generated' not in file
 
 class _Place(NamedTuple):
-    "A line of the program."
+    "A program line."
     file: str
     line: int
 
@@ -78,7 +78,7 @@ class _Place(NamedTuple):
         return f'{"cell" if in_notebook else os.path.basename(self.file)}:{self.line}'
 
 def _users_frame(frame):
-    "The innermost frame of the program; None if there is none."
+    "The innermost program frame, or None."
     while frame is not None and not _is_users(frame.f_code.co_filename): frame = frame.f_back
     return frame
 
@@ -88,16 +88,16 @@ def _place_of(frame) -> _Place | None:
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10007
 class _Mark(NamedTuple):
-    "Functions that mean a kind of work."
+    "Functions that indicate a kind of work."
     kind: str
     file: str              # part of its path
-    names: tuple = ()      # of functions; none: every function of the file
-    anywhere: bool = False   # also outside the line of the user
+    names: tuple = ()      # function names; empty: all in the file
+    anywhere: bool = False   # also if not called from a user line
 
 MARKS = (
-    _Mark('device', 'xtts_nb/monitor/watch.py', ('let_finish',)),   # rank of its own: `let_finish` fetches
+    _Mark('device', 'xtts_nb/monitor/watch.py', ('let_finish',)),   # first, since `let_finish` fetches
     _Mark('end', 'xtts_nb/monitor/watch.py', ('_end_pass', '_keep_call')),
-    _Mark('end', 'keras/src/trainers/epoch_iterator.py', ('reset',)),   # it releases the iterator before
+    _Mark('end', 'keras/src/trainers/epoch_iterator.py', ('reset',)),   # releases the previous iterator
     _Mark('trace', 'polymorphic_function/tracing_compilation.py', ('trace_function', '_maybe_define_function',
                                                                    '_create_concrete_function'), True),
     _Mark('trace', 'framework/func_graph.py', ('func_graph_from_py_func',), True),
@@ -119,30 +119,30 @@ _RANK = {kind: rank for rank, kind in enumerate(dict.fromkeys(m.kind for m in MA
 
 # %% ../../nbs/monitor/watch.ipynb #c0a00000
 class _Look(NamedTuple):
-    "One look at the main thread."
+    "A stack sample of the main thread."
     time: float
     place: _Place | None
-    kind: str          # of `MARKS`, or own: the program itself, or Python that it calls
-    within: str        # the function of a library that the line called
-    callback: str = ''   # of Keras, that runs
+    kind: str          # of `MARKS`, or own: the program and Python it calls
+    within: str        # library function called by the line
+    callback: str = ''   # running Keras callback
 
 class About(NamedTuple):
-    "What the frames of one function mean; a look meets forty of them."
-    code: object       # kept, so that no other gets its number
+    "Classification of a function's frames; a sample has some forty."
+    code: object       # kept, so that its id is not reused
     users: bool
     kind: str | None
     rank: int          # of the kind
     anywhere: bool     # see `_Mark`
     name: str
-    callback: str      # the class, of a callback of Keras
+    callback: str      # Keras callback class
 
-_KNOWN = {}   # by the number of the code, since its hash reads all of it
+_KNOWN = {}   # by id of the code, whose hash is slow
 
 def _about(code) -> About:
     file, name = code.co_filename, getattr(code, 'co_qualname', code.co_name)
     path = file.replace(os.sep, '/')
     mark = next((m for m in MARKS if m.file in path and (not m.names or code.co_name in m.names)), None)
-    if len(_KNOWN) > 50_000: _KNOWN.clear()   # a program may make functions without end
+    if len(_KNOWN) > 50_000: _KNOWN.clear()   # programs may create functions endlessly
     kind, rank, anywhere = (mark.kind, _RANK[mark.kind], mark.anywhere) if mark else (None, 99, False)
     is_callback = 'keras/src/callbacks/' in path and 'callback_list' not in path
     callback = name.partition('.')[0] if is_callback else ''
@@ -150,7 +150,7 @@ def _about(code) -> About:
     return _KNOWN[id(code)]
 
 def look_at(frame, now: float = 0.) -> _Look:
-    "What a stack says."
+    "Classify a stack."
     best, rank, place, within, inside, callback = None, 99, None, '', True, ''
     while frame is not None:
         a = _KNOWN.get(id(frame.f_code)) or _about(frame.f_code)
@@ -163,7 +163,7 @@ def look_at(frame, now: float = 0.) -> _Look:
 
 # %% ../../nbs/monitor/watch.ipynb #a0a1000a
 _TRAINER = 'keras.src.backend.tensorflow.trainer:TensorFlowTrainer'
-_COUNTED = {   # kind of call: owner and name of the functions
+_COUNTED = {   # kind of call: owner and name of functions
     'next': (('tensorflow.python.data.ops.iterator_ops:OwnedIterator', '__next__'),),
     'call': ((TF_FUNCTION, '__call__'),),
     'session': (('tensorflow.python.client.session:BaseSession', 'run'),),
@@ -177,37 +177,37 @@ _COUNTED = {   # kind of call: owner and name of the functions
     'optimizer': (('keras.src.optimizers.base_optimizer:BaseOptimizer', '__init__'),),
     'model': (('keras.src.backend.tensorflow.trainer:TensorFlowTrainer', '__init__'),),
     'hidden': (('tensorflow.python.eager.context:Context', 'set_visible_devices'),)}
-PASSED = 'variable', 'optimizer', 'model', 'fetch'   # counted inside other calls too
+PASSED = 'variable', 'optimizer', 'model', 'fetch'   # also counted inside other calls
 
 @dataclass
 class Event:
-    "One call that was counted."
+    "A counted call."
     kind: str
     place: _Place | None
-    start: float          # on the clock of `time.perf_counter`
+    start: float          # `time.perf_counter`
     seconds: float = 0.
-    rows: int | None = None    # of what a network got; operations of a session's graph; bytes of a fetch
+    rows: int | None = None    # rows of a network's input; ops of a session's graph; bytes of a fetch
     name: str = ''             # of the function
-    traced: bool = False       # the call traced the function
+    traced: bool = False       # the call traced
     new: bool = False          # first call of this function
-    device: str = ''           # of a variable, where the program names one
+    device: str = ''           # of a variable, if the program sets one
 
 class _PythonCall(NamedTuple):
-    "One call of Python by a `tf.data` pipeline."
+    "A call of Python by a `tf.data` pipeline."
     start: float
     end: float
-    place: _Place | None   # where the function is defined
+    place: _Place | None   # definition of the function
     name: str
 
 # %% ../../nbs/monitor/watch.ipynb #a0a1000b
 @dataclass
 class _Passes:
-    "The passes over the datasets of one line; only the last dataset is kept, since others may hold arrays."
+    "Passes over the datasets of a line; keeps only the last one, since others may hold arrays."
     last: tf.data.Dataset | None = None
     total: int = 0
-    alike: int = 0     # over the last dataset, with no other between them
-    sources: int = 0   # how often the source was another one than in the pass before
-    caches: int = 0    # the same of cache()
+    alike: int = 0     # consecutive ones over the last dataset
+    sources: int = 0   # how often the source changed between passes
+    caches: int = 0    # the same for cache()
 
     def add(self, dataset):
         if dataset is not self.last:
@@ -218,36 +218,36 @@ class _Passes:
             self.alike = 0
         self.last, self.total, self.alike = dataset, self.total + 1, self.alike + 1
 
-_PLACED = WeakKeyDictionary()   # functions that watches put in the place of others, and whose they are
+_PLACED = WeakKeyDictionary()   # replacement function -> its watch
 
 class Watch:
-    "Watches the thread that enters it: `with Watch() as watch: program()`."
+    "Watches the current thread: `with Watch() as watch: program()`."
     def __init__(self,
-        interval: float = .01,   # s from look to look
-        most: int = 200_000,      # events that are kept
-        frame=None,               # the watch ends by itself when this one has ended; default: none
+        interval: float = .01,   # s between samples
+        most: int = 200_000,      # most events to keep
+        frame=None,               # the watch ends with this frame; default: none
     ):
         self.interval, self.most, self.frame = interval, most, frame and (id(frame), frame.f_code)
         self.looks, self.events, self.python, self.datasets = [], [], [], {}
-        self.functions = WeakValueDictionary()   # by number; a program may make models without end
-        self.last, self.fits = {}, []   # last arguments by line; of fit
-        self.shapes, self._wanted = {}, 0   # of arguments of what XLA compiles; see `_keep_function`
+        self.functions = WeakValueDictionary()   # by id; programs may create models endlessly
+        self.last, self.fits = {}, []   # last arguments by line; `fit`s
+        self.shapes, self._wanted = {}, 0   # argument shapes of XLA functions; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
-        self._aside = False   # whether `let_finish` fetches
-        self.beside, self.kept = [], {}   # looks at other threads; arguments of functions
-        self.missing = []    # functions that this version of TensorFlow or Keras lacks
-        self._running = {}   # frames of functions that ran at the last question, by their code
-        self.owners = {}   # of methods, by kind and line
-        self.early, self._count = {}, Counter()   # arguments of the third call of a line; how many calls
-        self.same = {}   # by line: which arguments were the very same tensor as in the call before, how often
-        self.windows = []   # (begin, end, record of fit) of the steps that `Diagnose` watched
-        self.validated, self.validating = _Passes(), False   # of the validation in `fit`
-        self.limit, self.over = None, 0.   # s after which the program is ended; when that was done
-        self.exit_code = 0                 # of a script
-        self.cards = os.environ.get('CUDA_VISIBLE_DEVICES')   # before the program could hide one
+        self._aside = False   # `let_finish` is fetching
+        self.beside, self.kept = [], {}   # samples of other threads; function arguments
+        self.missing = []    # functions missing in this TensorFlow or Keras
+        self._running = {}   # frames running at the last check, by code
+        self.owners = {}   # method owners by kind and line
+        self.early, self._count = {}, Counter()   # arguments of a line's third call; call counts
+        self.same = {}   # by line: arguments identical to the previous call, and count
+        self.windows = []   # (begin, end, `fit` record) of steps watched by `Diagnose`
+        self.validated, self.validating = _Passes(), False   # validation in `fit`
+        self.limit, self.over = None, 0.   # s until the program is ended; when it was
+        self.exit_code = 0                 # script's exit code
+        self.cards = os.environ.get('CUDA_VISIBLE_DEVICES')   # before the program can hide GPUs
         self._loop_began = self._ended_loop = None
-        self._idle = time.perf_counter(), time.process_time()   # since when little was computed
-        self._pass = None   # (place, iterator) of the pass over a dataset that began last
+        self._idle = time.perf_counter(), time.process_time()   # start of low CPU use
+        self._pass = None   # (line, iterator) of the latest pass
 
     def __enter__(self):
         self.thread, self.begun = threading.get_ident(), time.perf_counter()
@@ -265,18 +265,18 @@ class Watch:
         if threading.current_thread() is not self._looker: self._looker.join()
         self.ended = time.perf_counter()
         self._running = {}
-        patched, self._patched = self._patched, []   # at once: the looker may do the same meanwhile
+        patched, self._patched = self._patched, []   # at once: the sampler may do the same
         for owner, name, ours in patched:
-            # another watch may have begun since: what it put there stays, and calls ours, which passes on
+            # a later watch's replacement stays and calls ours, which passes through
             if getattr(owner, name) is ours: setattr(owner, name, _living(ours.__wrapped__))
 
     def _replace(self, owner, name: str, around: Callable):
-        "Replace a function by one that calls `around(original, first, args, kwargs)`."
+        "Wrap a function to call `around(original, first, args, kwargs)`."
         try:
             owner = resolve_name(owner) if isinstance(owner, str) else owner
             original = getattr(owner, name)
         except (ImportError, AttributeError): return self.missing.append(f'{owner} {name}')
-        @wraps(original)   # AutoGraph knows by its module that it is not the program's
+        @wraps(original)   # the module tells AutoGraph to skip it
         def function(first, /, *args, **kwargs):
             if self._stop.is_set(): return original(first, *args, **kwargs)
             return around(original, first, args, kwargs)
@@ -285,19 +285,19 @@ class Watch:
         setattr(owner, name, function)
 
 def _living(function):
-    "The function behind those of watches that are over."
+    "The function without the wrappers of finished watches."
     while function in _PLACED and _PLACED[function]._stop.is_set(): function = function.__wrapped__
     return function
 
 # %% ../../nbs/monitor/watch.ipynb #a0a1000c
 def _is_running(frame, number: int, code) -> bool:
-    "Whether a frame, or one that called it, has this `id` and code."
+    "Whether a frame or one of its callers has this `id` and code."
     while frame is not None and (id(frame), frame.f_code) != (number, code): frame = frame.f_back
     return frame is not None
 
 @patch
 def _look(self: Watch):
-    "The thread that looks."
+    "The sampling thread."
     turn = 0
     while not self._stop.wait(self.interval):
         now, turn, frames = time.perf_counter(), turn + 1, sys._current_frames()
@@ -308,33 +308,32 @@ def _look(self: Watch):
         self.looks.append(look := look_at(frame, now))
         if look.kind == 'eager' and turn % 20 == 0: self._wanted = _ASKED
         if turn % 4 == 0: self._look_beside(frames, now)
-        del frame, frames   # they would keep what the program has in its variables
+        del frame, frames   # frames keep the program's locals alive
 
 @patch
 def _look_beside(self: Watch, frames: dict, now: float):
-    "Note lines of the program in other threads: functions of a pipeline."
+    "Sample program lines in other threads: pipeline functions."
     frames.pop(threading.get_ident(), None)
-    for frame in frames.values():   # a thread of the program itself makes no batches
+    for frame in frames.values():   # the program's own threads make no batches
         if _in_pipeline(frame) and (look := look_at(frame, now)).place: self.beside.append(look)
 
 @patch
 def _waits(self: Watch, now: float) -> bool:
-    "Whether a program without a loop has waited for `limit` seconds, and at least five."
+    "Whether a program without a loop has waited for `limit` seconds, at least five."
     if self._loop_began: return False
     used = time.process_time()
     if used - self._idle[1] > .2 * (now - self._idle[0]): self._idle = now, used
     return now - self._idle[0] > max(5., self.limit)
 
 def _in_pipeline(frame) -> bool:
-    "Whether TensorFlow has called the Python that a thread runs."
+    "Whether a thread runs Python called by TensorFlow."
     while frame is not None and not frame.f_code.co_filename.endswith('script_ops.py'): frame = frame.f_back
     return frame is not None
 
 @patch
 def _end_if_over(self: Watch, now: float):
-    """End the program as Ctrl-C does, once its loop has run for `limit` seconds, or no loop was seen in ten
-    times as long, or in that time where it only waits. Once more only where native code has lost that, and
-    the loop continues."""
+    """End the program as by Ctrl-C after `limit` seconds of its loop or of waiting, or ten times that
+    without a loop. Repeats if native code loses the error and the loop continues."""
     loop = next((e for e in reversed(self.events[-5000:]) if e.kind in _LOOP_KINDS), None)
     if self.over:
         if not loop or loop.place != self._ended_loop or loop.start < self.over + 1.: return
@@ -345,7 +344,7 @@ def _end_if_over(self: Watch, now: float):
 # %% ../../nbs/monitor/watch.ipynb #c0a00001
 @patch
 def _counting(self: Watch, kind: str, name: str) -> Callable:
-    "What a counted function does."
+    "The wrapper of a counted function."
     passed = kind in PASSED
     def around(original, first, args, kwargs):
         if threading.get_ident() != self.thread or self._aside or (self._depth and not passed) or _is_passing(
@@ -363,25 +362,25 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
             self._depth -= not passed
             event.seconds = time.perf_counter() - event.start
             if kind == 'call': event.traced = first.experimental_get_tracing_count() > before
-            with suppress(Exception):   # an error of the watch must not be one of the program
+            with suppress(Exception):   # errors of the watch must not reach the program
                 self._add(event, first, args, kwargs)
     return around
 
 @patch
 def _add(self: Watch, event: Event, owner, args: tuple, kwargs: dict):
-    if event.kind == 'layer' and _is_symbolic(args): return   # a model is built
+    if event.kind == 'layer' and _is_symbolic(args): return   # building a model
     with suppress(Exception): self._note(event, owner, args, kwargs)
     if event.kind in _LOOP_KINDS and not self._loop_began: self._loop_began = event.start
     if len(self.events) < self.most: self.events.append(event)
 
 @patch
 def _note(self: Watch, event: Event, owner, args: tuple, kwargs: dict):
-    "What a call says besides its time."
+    "Record a call's facts besides its time."
     kind = event.kind
     if kind == 'call': self._keep_call(event, owner, args, kwargs)
     elif kind in ('predict', 'evaluate', 'train_on_batch', 'layer'):
         self._note_rows(event, owner, args, kwargs)
-    elif kind == 'hidden': event.rows = len(args[0] or ()) if 'GPU' in args else None   # that are left
+    elif kind == 'hidden': event.rows = len(args[0] or ()) if 'GPU' in args else None   # remaining
     elif kind == 'session': event.rows = owner.graph.version
     elif kind == 'fetch': event.rows = (owner.shape.num_elements() or 0) * owner.dtype.size
     elif kind == 'variable' and hasattr(owner, 'shape'): event.rows = owner.shape.num_elements()
@@ -390,7 +389,7 @@ def _note(self: Watch, event: Event, owner, args: tuple, kwargs: dict):
 
 @patch
 def let_finish(self: Watch, results):
-    "Wait until the device has computed some results: its time, and no fetch of the program."
+    "Wait until the device has computed the results; counts as device time, not as a fetch."
     self._aside, event = True, Event('device', None, time.perf_counter())
     try: wait_for(results)
     finally:
@@ -398,7 +397,7 @@ def let_finish(self: Watch, results):
         self.events.append(event)
 
 def _is_symbolic(args: tuple) -> bool:
-    "Whether a layer is called with symbols of Keras, to build a model."
+    "Whether a layer is called with Keras symbols, to build a model."
     return any(type(x).__name__ == 'KerasTensor' for x in tf.nest.flatten(args))
 
 _LOOP_KINDS = 'next', 'call', 'session', 'predict', 'train_on_batch', 'layer', 'fit'
@@ -406,7 +405,7 @@ _LOOP_KINDS = 'next', 'call', 'session', 'predict', 'train_on_batch', 'layer', '
 _SHAPED = 'call', 'predict', 'train_on_batch'
 
 def _is_compiled(owner) -> bool:
-    "By XLA: a function, or the steps of a model."
+    "Whether XLA compiles a function or a model's steps."
     return bool(getattr(owner, '_jit_compile', None) or getattr(owner, 'jit_compile', False))
 
 def _shapes(args: tuple, kwargs: dict) -> tuple:
@@ -414,13 +413,13 @@ def _shapes(args: tuple, kwargs: dict) -> tuple:
     return tuple(tuple(x.shape) for x in given if tf.is_tensor(x) or isinstance(x, np.ndarray))
 
 def _is_passing(kind: str, made) -> bool:
-    "Whether a variable is one of a graph, or only the handle of one that was just written."
+    "Whether a variable belongs to a graph, or is a temporary handle."
     return kind == 'variable' and (type(made).__name__ != 'ResourceVariable' or not tf.executing_eagerly())
 
 # %% ../../nbs/monitor/watch.ipynb #c0a00011
 @patch
 def _keep_call(self: Watch, event: Event, function, args: tuple, kwargs: dict):
-    "Keep it as the last one of its line, with what it belongs to; releasing an iterator may take long."
+    "Keep a call as its line's last, with its owner; releasing an iterator may be slow."
     key = 'call', event.place
     before = self.last.get(key, ((),) * 4)[2]
     same = [i for i, (old, new) in enumerate(zip(before, args)) if old is new and tf.is_tensor(new)]
@@ -429,20 +428,20 @@ def _keep_call(self: Watch, event: Event, function, args: tuple, kwargs: dict):
     self.last[key] = function, event.name, args, kwargs
     self._count[key] += 1
     if self._count[key] == 3 and not _reads_iterator(args, kwargs): self.early[key] = args, kwargs
-    del before   # here, where a look knows it, and not behind the return
+    del before   # here, so that a sample attributes it correctly
 
 def _reads_iterator(args: tuple, kwargs: dict) -> bool:
-    "Whether one of the arguments of a call is an iterator, which is at its end later."
+    "Whether an argument is an iterator, which will be exhausted later."
     return any(isinstance(x, tf.data.Iterator) for x in tf.nest.flatten([args, kwargs]))
 
 def _owner(function):
-    "The object of a method, which the function itself does not hold; its variables would be gone."
+    "A method's object; the function does not keep it and its variables alive."
     held = getattr(tf_decorator.unwrap(function.python_function)[1], '__self__', None)
     return getattr(held, 'target', held)
 
 @patch
 def _before_call(self: Watch, event: Event, function) -> int:
-    "How often it was traced before; notes the function itself."
+    "Number of earlier traces; records the function."
     event.name = getattr(function, '__name__', '')
     event.new = id(function) not in self.functions
     self.functions[id(function)] = function
@@ -453,15 +452,15 @@ def _before_call(self: Watch, event: Event, function) -> int:
 def _note_rows(self: Watch, event: Event, network, args: tuple, kwargs: dict):
     given = args[0] if args else kwargs.get('x', kwargs.get('inputs'))
     try: shape = np.shape(given) if isinstance(given, list) and not any(map(tf.is_tensor, given)) else None
-    except ValueError: shape = None   # symbols of Keras, or rows of unlike length
+    except ValueError: shape = None   # Keras symbols, or ragged rows
     event.rows = shape[0] if shape else _batch_rows(given) if given is not None else None
     self.last[event.kind, event.place] = network, event.name, args, kwargs
 
 @patch
 def _end_pass(self: Watch):
-    "Let go of the iterator of the pass before, and note how long that takes."
+    "Release the previous pass's iterator and time it."
     place = self._pass and self._pass[0]
-    begun, self._pass = time.perf_counter(), None   # the last that holds it, if its loop has ended
+    begun, self._pass = time.perf_counter(), None   # last reference, if its loop has ended
     if place: self.events.append(Event('end', place, begun, time.perf_counter() - begun))
 
 @patch
@@ -473,7 +472,7 @@ def _note_dataset(self: Watch, original, dataset, args, kwargs):
         place = _place_of(sys._getframe(2))
         self._pass = place, getattr(source, '_iterator_resource', None)
         some = self.validated if self.validating else self.datasets.setdefault(place, _Passes())
-        with suppress(Exception): some.add(dataset)   # a class of the program may lack what is asked
+        with suppress(Exception): some.add(dataset)   # program classes may lack it
     return source
 
 @patch
@@ -493,21 +492,19 @@ def _takes_tensors(frame) -> bool:
     given = [frame.f_locals.get(name) for name in code.co_varnames[:code.co_argcount]]
     return any(tf.is_tensor(x) or isinstance(x, np.ndarray) for x in tf.nest.flatten(given))
 
-_ASKED = 50   # calls in which such a function is sought, after operations were seen one by one
+_ASKED = 50   # calls in which to look for such a function after eager ops
 
 @patch
 def _keep_function(self: Watch, frame):
-    """Keep the outermost function of the user that takes tensors, with what it was called with.
-
-    A call may come from outside of it, as `next` in the loop does; then the following ones are asked too.
-    In the thread that is watched: the variables of a frame that runs must not be read from another."""
+    """Keep the outermost user function with tensor arguments, and its arguments. In the watched
+    thread, since another must not read a running frame's variables."""
     found, here, self._wanted = None, {}, self._wanted - 1
     while frame is not None:
         code = frame.f_code
         mine = _is_users(code.co_filename) and not code.co_name.startswith('<')
         if mine and _takes_tensors(frame):
             here[code] = frame
-            # one that runs since the last question may be the whole training
+            # one running since the last check may be the whole training
             if self._running.get(code, frame) is not frame: found = frame
         frame = frame.f_back
     self._running = here if found is None and self._wanted else {}
@@ -518,7 +515,7 @@ def _keep_function(self: Watch, frame):
 
 @patch
 def eager_functions(self: Watch) -> list[tuple]:
-    "Functions of the user that ran operation by operation, and the arguments of a call; most seen first."
+    "User functions that ran eagerly, with arguments of a call; most frequent first."
     out = []
     for code, args in self.kept.items():
         makers = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType) and f.__code__ is code]
@@ -527,12 +524,12 @@ def eager_functions(self: Watch) -> list[tuple]:
 
 @patch
 def concrete_functions(self: Watch) -> list:
-    "What was traced of the functions that the program called."
+    "The concrete functions of the program."
     every = (getattr(f, '_list_all_concrete_functions', list) for f in self.functions.values())
     return [made for listed in every for made in listed()]
 
 @patch
 def pipeline_place(self: Watch, begin: float, end: float) -> _Place | None:
-    "The line of the user at which threads of TensorFlow were seen most often."
+    "The user line most often seen in TensorFlow threads."
     count = Counter(look.place for look in self.beside if begin <= look.time <= end)
     return count.most_common(1)[0][0] if count else None

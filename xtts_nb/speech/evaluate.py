@@ -30,15 +30,15 @@ from .scores import (
 
 # %% ../../nbs/speech/evaluate.ipynb #f853b313
 class Trial(NamedTuple):
-    "A clip to be spoken, and other recordings."
+    "A clip to speak, and reference recordings."
     clip: Clip
-    reference: Clip                # of the voice, with another sentence where there is one
+    reference: Clip                # of the voice; another sentence if there is one
     other_voice: Clip | None       # says the same sentence
     other_sentence: Clip | None    # in the same voice
 
 def _read_clips(
     data: str | Path,       # a cache, or a corpus
-    language: str = 'en',   # of rows of a corpus that name none
+    language: str = 'en',   # default for rows of a corpus
 ) -> list[Clip]:
     "The clips of a cache or of a corpus."
     if not (Path(data) / 'manifest.json').is_file(): return read_corpus(data, language)[0]
@@ -53,7 +53,7 @@ def _choose_trials(
     seed: int = 0,
     fits: Callable = lambda clip: True,   # whether the model can speak a clip
 ) -> list[Trial]:
-    "Some of the held-out clips that there are, else some of all; a clip alone in its voice only for want."
+    "Choose held-out clips if there are any, else any clips; avoids voices with a single clip."
     draw, held = np.random.default_rng(seed), set(held_out)
     pool = [c for c in clips if c.id in held] or clips
     order, many = [pool[i] for i in draw.permutation(len(pool))], Counter(c.speaker for c in clips)
@@ -63,7 +63,7 @@ def _choose_trials(
     def trial(clip):
         voice = [c for c in clips if c.speaker == clip.speaker and c != clip]
         for wanted in (lambda c: c.text != clip.text, lambda c: c.id not in held and c not in chosen,
-                       lambda c: c.language == clip.language):   # the most important first
+                       lambda c: c.language == clip.language):   # by priority
             voice = [*filter(wanted, voice)] or voice
         reference, sentences = pick(voice) or clip, [c for c in voice if c.text != clip.text]
         same = [c for c in clips if (c.text, c.language) == (clip.text, clip.language)]
@@ -77,8 +77,8 @@ def _copy_synthesis(
     trials: list[Trial],
     wavs: list[np.ndarray],    # (N,) recordings at `audio.sample_rate`
     speaker: Speaker,
-) -> list[np.ndarray]:         # (N,) at the rate of the speaker
-    "The sound of the codes of the recordings."
+) -> list[np.ndarray]:         # (N,) at the speaker's rate
+    "The recordings encoded to codes and decoded again."
     encoder, audio = ClipEncoder(xtts.config, xtts.dvae, xtts.tokenizer), xtts.config.model.audio
     made = []
     for trial, wav in zip(trials, wavs):
@@ -95,7 +95,7 @@ def _copy_synthesis(
 
 # %% ../../nbs/speech/evaluate.ipynb #613e81f9
 def _speak_trials(speaker: Speaker, trials: list[Trial], seed: int, rows: int = 8) -> list[np.ndarray]:
-    "What a model makes of the trials, in batches of `rows` rows."
+    "The model's speech for the trials, in batches of `rows`."
     made = []
     for i in range(0, len(trials), rows):
         some = trials[i:i + rows]
@@ -105,13 +105,13 @@ def _speak_trials(speaker: Speaker, trials: list[Trial], seed: int, rows: int = 
 
 def _speak_sources(xtts: XTTS, speaker: Speaker, trials: list[Trial], longest: float, seed: int,
                   progress) -> dict[str, list[np.ndarray]]:
-    "The speech of the model and of an untrained copy."
+    "Speech of the model and of an untrained copy."
     progress('speak', 0, 2)
     model = _speak_trials(speaker, trials, seed)
     progress('speak', 1, 2)
     keras.utils.set_random_seed(seed)
     blank = XTTS(xtts.config, xtts.tokenizer, xtts.dvae)
-    blank.source = xtts.source   # with the vocoder of the model
+    blank.source = xtts.source   # has the model's vocoder
     untrained = _speak_trials(Speaker(blank, max_seconds=longest), trials, seed)
     progress('speak', 2, 2)
     return {'model': model, 'untrained': untrained}
@@ -122,8 +122,8 @@ def source_sounds(
     trials: list[Trial],
     seed: int = 0,
     progress=lambda name, done, total: None,
-    spoken: dict | None = None,   # {`model`, `untrained`: samples (N,) of each trial}; default: spoken here
-) -> dict[str, list[Sound | None]]:   # source -> of each trial
+    spoken: dict | None = None,   # {`model`, `untrained`: samples (N,) per trial}; default: spoken here
+) -> dict[str, list[Sound | None]]:   # source -> one per trial
     "Every trial from every source."
     rate = xtts.config.model.audio.sample_rate
     wavs = [load_audio(t.clip.path, rate) for t in trials]
@@ -143,9 +143,9 @@ def score_sounds(
     sounds: dict[str, list[Sound | None]],
     trials: list[Trial],
     progress=lambda name, done, total: None,
-    judges: dict = _QUICK_JUDGES,   # noqa: B006 -- names of scores -> what makes their judge
+    judges: dict = _QUICK_JUDGES,   # noqa: B006 -- score names -> factory of their judge
 ) -> list[dict]:   # of `Evaluation`
-    "Every score of every source; a score that lacks something says what."
+    "Compute every score of every source; a score that cannot be computed says why."
     sources = [k for k in SOUND_SOURCES if k in sounds]
     for trial, sound in zip(trials, sounds['recording']):
         if not len(sound.sounds): raise UserError(f'{trial.clip.path}: is silent; remove its row.')
@@ -168,9 +168,9 @@ def score_sounds(
 
 # %% ../../nbs/speech/evaluate.ipynb #7eceedfb
 class Evaluation(NamedTuple):
-    "The scores of a model, and what was scored."
+    "The scores of a model and their conditions."
     about: dict            # clips, voices, languages, vocoder, held_out
-    scores: list[dict]     # {score, name, unit, offered, fault}, and of each source the values of `spread`
+    scores: list[dict]     # {score, name, unit, offered, fault}, and per source the values of `spread`
     trials: list[Trial]
     sounds: dict[str, list[Sound | None]]
 
@@ -185,13 +185,13 @@ def evaluate(
     data: str | Path,               # a cache, or a corpus
     held_out: Iterable[str] = (),   # ids of clips that the model never saw
     count: int = 16,
-    seed: int = 0,                  # of the choice and of sampling
-    language: str = 'en',           # of rows of a corpus that name none
+    seed: int = 0,                  # of choice and sampling
+    language: str = 'en',           # default for rows of a corpus
     progress=lambda name, done, total: None,
-    fixed: Callable | None = None,  # makes other trials of all clips; see `sentence_trials`
-    whisper: str | None = None,     # a model that hears the words: a folder, or a name such as small
+    fixed: Callable | None = None,  # makes trials from all clips; see `sentence_trials`
+    whisper: str | None = None,     # model to transcribe with: a folder, or a name such as small
 ) -> Evaluation:
-    "Let a model speak some clips, and score them against the recordings."
+    "Speak some clips with a model and score them against the recordings."
     clips, held = _read_clips(data, language), set(held_out)
     trials = fixed(clips) if fixed else _choose_trials(clips, held, count, seed, partial(_speakable, xtts))
     if not trials: raise UserError(f'{data}: has no clip that the model can speak; check its languages.')
@@ -208,7 +208,7 @@ def evaluate(
     return Evaluation(about, scores, trials, sounds)
 
 def _speakable(xtts: XTTS, clip: Clip) -> bool:
-    "Whether the model has the language and the letters of a clip, and room for it."
+    "Whether the model supports a clip's language, letters and length."
     text, language = clip.text, clip.language
     if language not in xtts.tokenizer.languages: return False
     if xtts.tokenizer.speakable(text, language).unknown: return False

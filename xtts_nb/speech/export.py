@@ -18,7 +18,7 @@ from .voices import add_voice, list_voices, load_voice, voice_model, voice_path
 
 # %% ../../nbs/speech/export.ipynb #7e2c0005
 def _spoken(speaker: Speaker):
-    "The graph from text ids and a voice to samples."
+    "The graph: text ids and a voice -> samples."
     xtts, fixed = speaker.xtts, speaker.sampling._asdict()
     gpt, model = speaker.gpt, xtts.config.model
     T = model.gpt.max_text_tokens
@@ -34,7 +34,7 @@ def _spoken(speaker: Speaker):
         codes, count, states = codes_of(text, length, prompt[None], temperature=temperature, seed=seed,
                                         limit=max_codes)
         if speaker.decoder:
-            sounding = tf.minimum(count[0] + 1, tf.maximum(1, max_codes))   # with that of STOP
+            sounding = tf.minimum(count[0] + 1, tf.maximum(1, max_codes))   # with the one for STOP
             wav = speaker._sound(states[:, :sounding], vector[None])[0]
         else:
             codes = tf.where(codes < gpt.code_start, codes, 0)[:, :tf.maximum(1, count[0])]
@@ -44,7 +44,7 @@ def _spoken(speaker: Speaker):
 
 # %% ../../nbs/speech/export.ipynb #7e2c0007
 def _inputs(speaker: Speaker) -> dict[str, tf.TensorSpec]:
-    "Names, shapes and types of the arguments."
+    "Names, shapes and dtypes of the arguments."
     model = speaker.xtts.config.model
     specs = {'text': tf.TensorSpec((1, None), tf.int32), 'length': tf.TensorSpec((1,), tf.int32),
              'prompt': tf.TensorSpec((model.gpt.prompt_latents, model.gpt.hidden_dim)),
@@ -57,14 +57,14 @@ def _saved_model(
     speaker: Speaker,
     folder: str | Path,
 ):
-    "Write a SavedModel with the signature that servers look for, `serving_default`."
+    "Write a SavedModel with the usual signature of servers, `serving_default`."
     speak = tf.function(_spoken(speaker), autograph=False).get_concrete_function(**_inputs(speaker))
     module = tf.Module()
     module.used = list(speak.graph.variables)
     logger = tf.get_logger()
     level = logger.level
-    logger.setLevel('ERROR')   # no line on stderr that names a temporary folder
-    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)   # nobody trains it
+    logger.setLevel('ERROR')   # no message with a temporary folder on stderr
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)   # inference only
     try: tf.saved_model.save(module, str(folder), speak, options)
     finally: logger.setLevel(level)
 
@@ -73,11 +73,11 @@ _SETTINGS = 'temperature', 'top_k', 'top_p', 'repetition_penalty', 'speed'
 
 def _copy_voices(
     speaker: Speaker,
-    voices: list,     # names in `folder`, or without it files of voices and recordings
+    voices: list,     # names in `folder`; without it, files of voices and recordings
     folder: str | Path | None,
     out: Path,
 ) -> list[str]:       # names
-    "Put each voice into `out`; raises `UserError` if one does not fit the model, or has the name of another."
+    "Copy each voice to `out`; raises `UserError` for one of another model, or a repeated name."
     out.mkdir()
     model = voice_model(speaker.xtts) if voices else ''
     for voice in voices:
@@ -93,9 +93,9 @@ def _copy_voices(
 def export_speaker(
     speaker: Speaker,
     out: str | Path,                    # a new folder
-    voices: list = (),                  # names in `folder`, or without it files of voices and recordings
-    folder: str | Path | None = None,   # of saved voices; all of them, if none is named
-) -> dict:                              # what is in `export.json`
+    voices: list = (),                  # names in `folder`; without it, files of voices and recordings
+    folder: str | Path | None = None,   # of saved voices; default: use all of them
+) -> dict:                              # content of `export.json`
     "Write graph, tokenizer, voices, constants and README into a new folder."
     xtts, s = speaker.xtts, speaker.speech
     model, tokenizer = xtts.config.model, xtts.tokenizer
@@ -150,7 +150,7 @@ _NUMBERS = (', numbers and abbreviations as words; Chinese as pinyin, Japanese a
             'as `xtts_nb.data.text` writes them')
 
 def _readme(about: dict, specs: dict) -> str:
-    "What the folder holds, how it is called, and a program."
+    "README: the folder's content, the signature, and an example."
     line = lambda spec: f'- `{spec.name}`: {spec.dtype.name} {tuple(spec.shape)}'
     return _README.format(**about | {
         'arguments': '\n'.join(map(line, specs.values())), 'language': about['languages'][0],

@@ -19,7 +19,7 @@ from ..models.xtts import XTTS
 from .evaluate import _speakable, Trial
 
 # %% ../../nbs/speech/fixed_sentences.ipynb #f15ed002
-SENTENCES = {   # texts of this project
+SENTENCES = {   # written for this project
     'en': ('The bakery opens before the first bus arrives.',
            'Could you tell me where the library is?',
            'We watched the storm from the kitchen window.',
@@ -115,7 +115,7 @@ SENTENCES |= {
            'تقریباً هیچ\u200cکس در روستا دریا را ندیده بود.')}
 
 # %% ../../nbs/speech/fixed_sentences.ipynb #f15ed005
-_READ_AS = {   # by espeak-ng, which reads no kanji
+_READ_AS = {   # for espeak-ng, which cannot read kanji
     'ja': ('ぱんやは しはつの ばすが くるまえに あきます。',
            'としょかんは どこに ありますか。',
            'だいどころの まどから あらしを ながめました。',
@@ -126,16 +126,16 @@ _READ_AS = {   # by espeak-ng, which reads no kanji
 def sentence_trials(
     xtts: XTTS,
     languages: list[str],   # of `SENTENCES`
-    folder: Path,           # receives its clips
-    clips: list[Clip],      # each sentence takes the voice of the next speaker
-    each: int = 5,          # sentences of a language
+    folder: Path,           # for its clips
+    clips: list[Clip],      # speakers' voices, used in turn
+    each: int = 5,          # sentences per language
 ) -> list[Trial]:
-    "Fixed sentences in the voices of some recordings; those with letters that the model lacks are left out."
+    "Fixed sentences in the voices of some recordings, without those the model has no letters for."
     voices = [*{c.speaker: c for c in clips[::-1]}.values()][::-1]
     others = {v.speaker: next((c for c in clips if c.speaker == v.speaker and c != v), None) for v in voices}
     trials = []
     for language in languages:
-        xtts.tokenizer.language(language)   # refuses what the model does not speak
+        xtts.tokenizer.language(language)   # raises for an unsupported language
         for i, text in enumerate(SENTENCES[language][:each]):
             said = _READ_AS.get(language, SENTENCES[language])[i]
             voice = voices[len(trials) % len(voices)]

@@ -31,16 +31,16 @@ from .voices import Voice
 
 # %% ../../nbs/60_speech.ipynb #6f73f004
 def never_stop(gpt: GPT):
-    "Make the STOP code impossible, so that each text gets as many codes as are allowed."
+    "Make the STOP code impossible, so that each text gets the maximum number of codes."
     bias = gpt.code_head.bias
     bias.assign(tf.tensor_scatter_nd_update(bias, [[gpt.code_stop]], [-1e4]))
 
 # %% ../../nbs/60_speech.ipynb #62cbfdb7
 def whole_prefix(
     gpt: GPT,
-    every: int = 32,   # the codes are padded to a multiple of this; each multiple is compiled once
+    every: int = 32,   # codes are padded to a multiple of this, compiled once each
 ):                     # a function (text, text_length, prompt, max_codes, progress) -> as `generate`
-    "Greedy generation without a cache, as a baseline: one pass of the whole prefix for each code."
+    "Baseline: greedy generation without a cache, with a forward pass of the whole prefix per code."
     @tf.function(jit_compile=True, autograph=False)
     def passed(last, prompt, **inputs):
         states = gpt.states(prompt=tf.cast(prompt, gpt.compute_dtype), **inputs)[1]
@@ -66,19 +66,19 @@ def whole_prefix(
     return speak
 
 # %% ../../nbs/60_speech.ipynb #6d8122f2
-def _empty_cache(gpt: GPT, rows: int, positions: int) -> list:   # of pairs (B, H, L, K), for each block
-    "A cache of keys and values with room for that number of positions."
+def _empty_cache(gpt: GPT, rows: int, positions: int) -> list:   # pairs of (B, H, L, K), one per block
+    "A key-value cache for that number of positions."
     shape = rows, gpt.cfg.num_heads, positions, gpt.cfg.hidden_dim // gpt.cfg.num_heads
     return [(ops.zeros(shape, gpt.compute_dtype),) * 2 for _ in gpt.blocks]
 
 def _cached_block(
     block: TransformerBlock,
     x,           # (B, N, D), new positions
-    mask,        # broadcastable to (B, H, N, L), true where a position of the cache is visible
+    mask,        # broadcastable to (B, H, N, L), true: cache position is visible
     cache,       # keys and values, (B, H, L, K) each
     position,    # of the first new one
 ):               # (B, N, D), and the cache with the new keys and values
-    "What the block gives for the new positions."
+    "The block's output for the new positions."
     pair = []
     def attention(*of_each):
         q, *new = (ops.transpose(y, (0, 2, 1, 3)) for y in of_each)   # heads first
@@ -91,8 +91,8 @@ def _cached_block(
         return ops.reshape(mixed, (-1, mixed.shape[1], block.width))
     return block_pass(block, x, attention), tuple(pair)
 
-def _cached_pass(gpt: GPT, x, mask, cache: list, position):   # as of `_cached_block`, for all blocks
-    "Hidden states of the new positions, and the extended cache."
+def _cached_pass(gpt: GPT, x, mask, cache: list, position):   # as `_cached_block`, for all blocks
+    "Hidden states of the new positions, and the updated cache."
     extended = []
     for block, pair in zip(gpt.blocks, cache):
         x, pair = _cached_block(block, x, mask, pair, position)
@@ -103,30 +103,30 @@ def _cached_pass(gpt: GPT, x, mask, cache: list, position):   # as of `_cached_b
 _SPEECH = SpeechConfig()
 
 class Sampling(NamedTuple):
-    "How the codes of a text are drawn; in the loop each field is a tensor (B,)."
+    "Sampling parameters of a text; in the loop each field is a tensor (B,)."
     temperature: float = _SPEECH.temperature
     top_k: int = _SPEECH.top_k
     top_p: float = _SPEECH.top_p
     repetition_penalty: float = _SPEECH.repetition_penalty
     seed: int | list = 0
-    limit: int | None = None   # codes at most; none: as many as the model can make
+    limit: int | None = None   # most codes; None: the model's limit
 
     @classmethod
     def of(cls, speech: SpeechConfig) -> 'Sampling':
-        "The settings of a config."
+        "The sampling settings of a config."
         return cls(speech.temperature, speech.top_k, speech.top_p, speech.repetition_penalty)
 
     def tensors(self, rows: int, most: int) -> 'Sampling':
-        "Each field for each row; the limit is at most `most`."
+        "Each field as a tensor with one value per row; caps the limit at `most`."
         limit = most if self.limit is None else tf.minimum(tf.cast(self.limit, tf.int32), most)
         kinds = tf.float32, tf.int32, tf.float32, tf.float32, tf.int32, tf.int32
         return Sampling(*(tf.broadcast_to(tf.cast(value, kind), [rows])
                           for value, kind in zip(self._replace(limit=limit), kinds)))
 
 def piece_seeds(
-    seed: int | None = None,   # of a whole text; none: a random one
-) -> Iterator[int]:            # from 0 below 2**31, without end
-    "The seeds of its pieces, in order; the first piece has that of the text."
+    seed: int | None = None,   # of a whole text; None: random
+) -> Iterator[int]:            # in [0, 2**31), endless
+    "Seeds of a text's pieces, in order; the first piece has the text's own."
     seed = secrets.randbits(31) if seed is None else seed % 2**31
     yield seed
     for number in count(1): yield int(np.random.SeedSequence([seed, number]).generate_state(1)[0] >> 1)
@@ -134,8 +134,8 @@ def piece_seeds(
 # %% ../../nbs/60_speech.ipynb #292682fa
 def _sample_code(
     score_BV,             # float32 logits
-    spoken_BV,            # bool, codes already spoken
-    uniform_B,            # from 0 up to 1
+    spoken_BV,            # bool, codes already generated
+    uniform_B,            # in [0, 1)
     sampling: Sampling,   # of tensors (B,)
 ):                        # (B,) int32
     "The next code of each row."
@@ -144,14 +144,14 @@ def _sample_code(
     penalised = tf.where(score_BV > 0, score_BV / penalty, score_BV * penalty)
     score_BV = tf.where(spoken_BV, penalised, score_BV)
     best = tf.argmax(score_BV, -1, tf.int32)
-    # no condition around the rest: the host of a GPU would read it for each code
+    # no tf.cond around the rest: it would synchronise with the host for each code
     scaled = score_BV / tf.where(each.temperature > 0, each.temperature, 1.)
     ranked = tf.sort(scaled, direction='DESCENDING')
     among = tf.range(ranked.shape[1]) < tf.maximum(each.top_k, 1)
     share = tf.nn.softmax(tf.where(among, ranked, -np.inf))
     likely = among & (tf.cumsum(share, -1, exclusive=True) < each.top_p)
     least = tf.reduce_min(tf.where(likely, ranked, np.inf), -1, keepdims=True)
-    least = tf.minimum(least, ranked[:, :1])   # the best one always stays
+    least = tf.minimum(least, ranked[:, :1])   # always keeps the best one
     chance = tf.nn.softmax(tf.where(scaled >= least, scaled, -np.inf))
     until = tf.where(chance > 0, tf.cumsum(chance, -1), 0.)
     above = until > uniform_B[:, None] * tf.reduce_max(until, -1, keepdims=True)
@@ -161,9 +161,9 @@ def _sample_code(
 def _next_code(
     gpt: GPT,
     hidden_BD,
-    state: dict,   # of the loop, as of `_fresh_rows`
+    state: dict,   # of the loop, as in `_fresh_rows`
 ):                 # (B,) int32, STOP in rows that are done
-    "The code that follows a hidden state, never START."
+    "The next code for a hidden state, never START."
     score = tf.cast(gpt.code_head(hidden_BD), tf.float32)
     if not gpt.parity: score = tf.where(tf.range(score.shape[1]) == gpt.code_start, -np.inf, score)
     uniform = tf.gather(state['uniform'], state['index'], batch_dims=1)
@@ -176,13 +176,13 @@ def _fresh_rows(
     rows: int,
     sampling: 'Sampling',   # of tensors (B,)
 ) -> dict:
-    "What the loop keeps of each row in addition to its positions, before the first code."
+    "Initial state of the loop for each row, apart from its positions."
     number, seeds = tf.range(gpt.code_stop + 1), tf.unstack(sampling.seed, rows)
     spoken = ((number == 1) | (number == gpt.code_start)) & gpt.parity
     draws = lambda seed: tf.random.stateless_uniform([gpt.cfg.max_audio_codes + 1], [seed, 0])
-    return {'sampling': sampling, 'index': tf.zeros([rows], tf.int32),       # codes made
+    return {'sampling': sampling, 'index': tf.zeros([rows], tf.int32),       # codes generated
             'done': sampling.limit < 1, 'spoken': tf.tile(spoken[None], [rows, 1]),
-            'uniform': tf.stack([*map(draws, seeds)])}   # one number for each code
+            'uniform': tf.stack([*map(draws, seeds)])}   # one number per code
 
 def begin_rows(
     gpt: GPT,
@@ -190,29 +190,29 @@ def begin_rows(
     text_length,            # (B,)
     prompt,                 # (B, P, D), the voice
     sampling: 'Sampling',   # of tensors (B,)
-) -> dict:                  # the state of the loop, without room for a code
-    "Pass voice, text and START of each row."
+) -> dict:                  # the loop's state, without room for codes
+    "Prefill: forward pass of each row's voice, text and START."
     text_in = shifted(text, text_length, gpt.text_start, TEXT_STOP)[0]
     (B, T), P = text_in.shape, prompt.shape[1]
     x = ops.concatenate([ops.cast(prompt, gpt.compute_dtype), gpt.embed_text(text_in),
                          gpt.embed_codes(tf.fill([B, 1], gpt.code_start))], 1)
-    N, visible = P + T + 1, P + text_length + 3   # with START and STOP, and START of the codes
+    N, visible = P + T + 1, P + text_length + 3   # plus START and STOP, and START of the codes
     end = visible[:, None]
-    place = tf.range(N) - (N - end)               # negative: filling
+    place = tf.range(N) - (N - end)               # negative: padding
     source = tf.where(place < 0, tf.range(N) + end - 1, tf.where(place == end - 1, N - 1, place))
     mask = tf.logical_and(causal_mask(N, N), (place >= 0)[:, None])[:, None]
     x, cache = _cached_pass(gpt, tf.gather(x, source, axis=1, batch_dims=1), mask, _empty_cache(gpt, B, N), 0)
     return _fresh_rows(gpt, B, sampling) | {
-        'slot': tf.constant(N - 1),               # of the newest position, in all rows
-        'hidden': x[:, -1:], 'visible': visible,  # positions of each row
+        'slot': tf.constant(N - 1),               # of the newest position, the same in all rows
+        'hidden': x[:, -1:], 'visible': visible,  # positions per row
         'cache': cache}
 
 # %% ../../nbs/60_speech.ipynb #1bec4b47
 def longer_ring(
     state: dict,
-    more: int,   # places to add
+    more: int,   # slots to add
 ) -> dict:
-    "The same rows with more places: the oldest position comes first, behind the new places."
+    "The same rows in a longer ring; the oldest position is first, after the new slots."
     turned = lambda x: tf.pad(tf.roll(x, -state['slot'] - 1, 2), [[0, 0], [0, 0], [more, 0], [0, 0]])
     cache = [tuple(map(turned, pair)) for pair in state['cache']]
     return state | {'slot': tf.constant(cache[0][0].shape[2] - 1), 'cache': cache}
@@ -220,10 +220,10 @@ def longer_ring(
 def advance_rows(
     gpt: GPT,
     state: dict,
-    chunk: int,   # codes that there is room for
-    limit=None,   # () int32, codes to make now; default: `chunk`
+    chunk: int,   # codes that fit
+    limit=None,   # () int32, codes to generate now; default: `chunk`
 ) -> tuple:       # state, codes (B, chunk) with STOP after the end, states (B, chunk, D)
-    "The next codes of all rows, and the states that they were drawn from."
+    "Generate the next codes of all rows; also returns their hidden states."
     B, L = state['done'].shape[0], state['cache'][0][0].shape[2]
 
     def step(i, state, codes, states):
@@ -248,7 +248,7 @@ def advance_rows(
 
 # %% ../../nbs/60_speech.ipynb #1bec4b4a
 def _count_codes(gpt: GPT, codes):   # (B, S) int32 -> (B,)
-    "The codes before STOP."
+    "Number of codes before STOP."
     return tf.reduce_sum(tf.cast(codes != gpt.code_stop, tf.int32), 1)
 
 def generate(
@@ -257,9 +257,9 @@ def generate(
     text_length,       # (B,)
     prompt,            # (B, P, D), the voice
     max_codes: int,
-    **sampling,        # fields of `Sampling`, numbers or tensors; () or (B,)
+    **sampling,        # fields of `Sampling`, numbers or tensors () or (B,)
 ):   # codes (B, max_codes) int32 with STOP after the end, lengths (B,), states (B, max_codes, D)
-    "Audio codes of each row and the states that they were drawn from; the caller compiles it."
+    "Audio codes of each row and their hidden states; the caller compiles it."
     settings = Sampling(**sampling).tensors(text.shape[0], max_codes)
     state = begin_rows(gpt, text, text_length, prompt, settings)
     _, codes, states = advance_rows(gpt, longer_ring(state, max_codes), max_codes)
@@ -267,12 +267,12 @@ def generate(
 
 # %% ../../nbs/60_speech.ipynb #83f8c710
 def _first_sound(wav: np.ndarray) -> int | None:   # (N,) or (N, C)
-    "The first sample that is not silent, if there is one."
+    "Index of the first sample that is not silent, if any."
     loud = (np.abs(wav - wav[:1]) > _SILENT).reshape(len(wav), -1).any(1)
     return int(loud.argmax()) if loud.any() else None
 
 def _recorded(path: str | Path, audio: AudioConfig, seconds: float) -> np.ndarray:   # (N,)
-    "The first seconds of a file, which may be long; from its first sound on where they are silent."
+    "The first seconds of a file, or those from its first sound if they are silent."
     with open_audio(path, audio.sample_rate) as file:
         step = ceil(seconds * file.samplerate)
         wav, at = _read_samples(file, step), step
@@ -289,7 +289,7 @@ def _read_reference(
     audio: AudioConfig,
     seconds: float = 30.,                 # the rest is cut off
 ) -> np.ndarray:                          # (N,)
-    "The recording of a voice; raises `UserError` for silence, and for anything but audio."
+    "Read a recording of a voice; raises `UserError` for silence and for files without audio."
     most, name = int(seconds * audio.sample_rate), reference
     if isinstance(reference, np.ndarray):
         wav, name = reference, 'the reference'
@@ -306,7 +306,7 @@ def _read_reference(
     return wav
 
 # %% ../../nbs/60_speech.ipynb #83f8c71e
-_LEAST_SECONDS = 0.5   # of sound, in all recordings of a voice
+_LEAST_SECONDS = 0.5   # of sound, in total per voice
 
 def _sounding_seconds(wav: np.ndarray, sample_rate: int) -> float:
     "The length of a recording without its silent parts."
@@ -314,7 +314,7 @@ def _sounding_seconds(wav: np.ndarray, sample_rate: int) -> float:
     return sum(len(part) for part in parts if np.ptp(part) >= 2 * _SILENT) / sample_rate if len(wav) else 0.
 
 def _joined(wavs: list[np.ndarray], least: int) -> list[np.ndarray]:
-    "Recordings of which none is too short to be encoded on its own."
+    "Join recordings that are too short to be encoded alone."
     joined = wavs[:1]
     for wav in wavs[1:]:
         if min(len(joined[-1]), len(wav)) < least: joined[-1] = np.concatenate([joined[-1], wav])
@@ -327,13 +327,13 @@ def _reference_mels(
     wavs: list[np.ndarray],    # (N,) each
     speech: SpeechConfig,
 ) -> list[np.ndarray]:         # (F, C) each, normalised
-    "The pieces of the recordings, each encoded on its own."
+    "Mels of the recordings' pieces, each encoded separately."
     audio, frames = xtts.config.model.audio, xtts.config.data.reference_frames
     mel = lambda wav: (log_mel(wav, audio.reference_n_fft, audio) / xtts.gpt.mel_stats).numpy()
-    around = lambda mel: mel[np.arange(frames) % len(mel)]   # the end is followed by the beginning
+    around = lambda mel: mel[np.arange(frames) % len(mel)]   # repeats the mel
     most, least = int(speech.reference_seconds * audio.sample_rate), 0.33 * audio.sample_rate
     if speech.reference_chunk_seconds is None:
-        left = most - np.cumsum([0, *map(len, wavs)])   # samples that may still be used
+        left = most - np.cumsum([0, *map(len, wavs)])   # samples left to use
         return [around(mel(wav[:n])) for wav, n in zip(wavs, left) if n >= least]
     whole, step = np.concatenate(wavs)[:most], int(speech.reference_chunk_seconds * audio.sample_rate)
     return [mel(whole[i:i + step]) for i in range(0, len(whole), step) if len(whole) - i >= least]
@@ -342,14 +342,14 @@ def _speaker_vector(
     xtts: XTTS,
     wavs: list[np.ndarray],    # (N,) each
 ) -> tf.Tensor:                # (width,)
-    "The mean of the speaker vectors of the recordings, for a model with a speaker encoder."
+    "The mean speaker vector of the recordings, for a model with a speaker encoder."
     (_, encoder), model = xtts.hifigan, xtts.config.model
     low = [resample(wav, model.audio.sample_rate, model.speaker.sample_rate) for wav in wavs]
     return tf.reduce_mean([encoder(speaker_log_mel(wav, model.speaker)[None])[0] for wav in low], 0)
 
 # %% ../../nbs/60_speech.ipynb #0f359513
 def _int8_weights(gpt: GPT) -> Int8GPT:
-    "The GPT with int8 weights; raises `UserError` where it is on a GPU."
+    "The GPT with int8 weights; raises `UserError` on a GPU."
     device = gpt.code_head.kernel.value.device
     if 'GPU' in device:
         raise UserError(f'speech.weights: int8 is made for CPUs, and the model is on {device}; '
@@ -360,19 +360,19 @@ def _int8_weights(gpt: GPT) -> Int8GPT:
 _FADE = 0.01   # s
 
 def faded(wav, sample_rate: int):   # (..., N) -> the same
-    "Sound whose last 10 ms fade to silence: where it was cut off, it would end with a click."
+    "Fade out the last 10 ms, since a hard cut would click."
     left = tf.cast(tf.shape(wav)[-1] - tf.range(tf.shape(wav)[-1]), tf.float32) - 0.5   # samples
     return wav * tf.sin(np.pi / 2 * tf.minimum(left / (_FADE * sample_rate), 1.))**2
 
 # %% ../../nbs/60_speech.ipynb #07c37703
-_ROOMS = 128, 256, 512   # codes, 46 ms each, for which the loop is compiled as a text needs them
+_ROOMS = 128, 256, 512   # codes, 46 ms each; the loop is compiled for the size that a text needs
 
 class Speaker:
-    "Makes a model speak; compiled once per padded shape."
+    "Text to speech with a model; compiled once per padded shape."
     def __init__(self,
         xtts: XTTS | str | Path,            # a model, or its folder
-        max_seconds: float | None = None,   # longer clips are cut off; default: the limit of the model
-        rates: dict | None = None,          # by language, from `guard.run_rates`; limit the pieces of a text
+        max_seconds: float | None = None,   # cuts off longer clips; default: the model's limit
+        rates: dict | None = None,          # by language, from `guard.run_rates`; limit text pieces
         **speech,                           # settings of `config.speech` to change
     ):
         if isinstance(xtts, str | Path): xtts = XTTS.load(xtts)
@@ -382,13 +382,13 @@ class Speaker:
         self.vocoder = 'hifigan' if xtts.hifigan else 'griffin-lim'
         self.decoder = xtts.hifigan and _in_precision(xtts.hifigan[0], xtts.config, s.decoder_precision)
         self.sample_rate = (model.decoder if xtts.hifigan else model.audio).sample_rate
-        most = model.gpt.max_audio_codes - 3 * xtts.gpt.parity   # coqui-tts leaves three places empty
+        most = model.gpt.max_audio_codes - 3 * xtts.gpt.parity   # coqui-tts leaves 3 positions empty
         codes_per_second = model.audio.frames_per_second / model.dvae.frames_per_code
         if max_seconds: most = min(most, int(max_seconds * codes_per_second) + 1)
         self.max_codes, self.sampling = most, Sampling.of(s)
         self.rooms = *(n for n in _ROOMS if n < most), most
         room = self.rooms[0]
-        how = {'jit_compile': True, 'autograph': False}   # no Python loop over tensors is in it
+        how = {'jit_compile': True, 'autograph': False}   # has no Python loop over tensors
         growing = {'reduce_retracing': True, 'autograph': False}
         self._begin = tf.function(lambda *given: advance_rows(
             gpt, longer_ring(begin_rows(gpt, *given), room), room), **how)
@@ -408,10 +408,10 @@ class Speaker:
     def batch(self,
         texts: list[str],
         languages: list[str],
-        references: list,        # one each, as `listen` takes them
-        seed: int | list[int] | None = 0,   # of all, as of the pieces of one text, or of each; none: random
+        references: list,        # one per text, as for `listen`
+        seed: int | list[int] | None = 0,   # of all, as for the pieces of a text, or of each; None: random
     ) -> list[np.ndarray]:       # samples (N,) float32 at `sample_rate`
-        "Several texts in one batch."
+        "Speak several texts in one batch."
         voices = [self.listen(r) for r in references]
         codes, length, states = self._codes(texts, languages, voices, self._seeded(seed, len(texts)))
         if not self.xtts.hifigan: return [self._mel_sound(mel).numpy() for mel in self._mels(codes, length)]
@@ -422,8 +422,8 @@ class Speaker:
 @patch
 def read(self: Speaker,
     recordings: list,      # audio files, or samples (N,)
-) -> list[np.ndarray]:     # (N,) each, cut off at the limit of the model
-    "The recordings of a voice; raises `UserError` for one that is not audio, and for too little sound."
+) -> list[np.ndarray]:     # (N,) each, cut at the model's limit
+    "Read recordings of a voice; raises `UserError` for no audio and for too little sound."
     audio, seconds = self.xtts.config.model.audio, self.speech.max_reference_seconds
     wavs = [_read_reference(r, audio, seconds) for r in recordings]
     if (found := sum(_sounding_seconds(wav, audio.sample_rate) for wav in wavs)) < _LEAST_SECONDS:
@@ -449,10 +449,10 @@ def listen(self: Speaker,
 def mels(self: Speaker,
     texts: list[str],
     languages: list[str],
-    references: list,        # one each, as `listen` takes them
+    references: list,        # one per text, as for `listen`
     seed: int | list[int] | None = 0,   # as for `batch`
 ) -> list[np.ndarray]:       # (4 S / speed, C) log-mels
-    "Spoken mels, decoded from the codes by the DVAE."
+    "Mels of the speech, decoded from the codes by the DVAE."
     voices = [self.listen(r) for r in references]
     return self._mels(*self._codes(texts, languages, voices, self._seeded(seed, len(texts)))[:2])
 
@@ -463,7 +463,7 @@ def _seeded(self: Speaker, seed, rows: int) -> Sampling:
 # %% ../../nbs/60_speech.ipynb #6f20b702
 @patch
 def _ids(self: Speaker, text: str, language: str) -> list[int]:
-    "Token ids; raises `UserError` naming what is wrong with the text."
+    "Token ids; raises `UserError` that names the fault of the text."
     tokenizer = self.xtts.tokenizer
     said = tokenizer.speakable(text, language)
     if not text.strip(): raise NothingToSay('The text is empty; give the model something to say.')
@@ -480,7 +480,7 @@ def _ids(self: Speaker, text: str, language: str) -> list[int]:
 
 @patch
 def _generate(self: Speaker, text, length, prompt, sampling: Sampling):
-    "Codes, lengths and states, as of `generate`, with room for the longest text."
+    "Codes, lengths and states, as from `generate`, with room for the longest text."
     state, *made = self._begin(text, length, prompt, sampling)
     for more in np.diff(self.rooms).tolist():
         if tf.reduce_all(state['done']): break
@@ -491,7 +491,7 @@ def _generate(self: Speaker, text, length, prompt, sampling: Sampling):
 
 @patch
 def _codes(self: Speaker, texts: list[str], languages: list[str], voices: list[Voice], sampling: Sampling):
-    "Codes (B, S), their numbers (B,) and states (B, S, D), all rows in one compiled loop."
+    "Codes (B, S), counts (B,) and states (B, S, D), with all rows in one compiled loop."
     ids = [self._ids(t, l) for t, l, _ in zip(texts, languages, voices, strict=True)]
     width = -(-max(map(len, ids)) // 32) * 32   # a multiple of 32, so that few shapes are compiled
     width = min(width, self.xtts.config.model.gpt.max_text_tokens)
@@ -512,8 +512,8 @@ def _mels(self: Speaker, codes, length, speed: float | None = None) -> list[np.n
 
 @patch
 def _mel_sound(self: Speaker, mel):   # (F, C) -> (N,)
-    "The sound of Griffin-Lim, scaled down where it exceeds full scale."
-    more = tf.maximum(2 - tf.shape(mel)[0], 0)   # one frame alone has no sound
+    "Griffin-Lim sound, scaled down if it exceeds full scale."
+    more = tf.maximum(2 - tf.shape(mel)[0], 0)   # Griffin-Lim needs two frames
     mel = tf.concat([mel, tf.repeat(mel[-1:], more, 0)], 0)
     wav = griffin_lim(mel, self.xtts.config.model.audio)
     return faded(wav / tf.maximum(1., tf.reduce_max(tf.abs(wav))), self.sample_rate)

@@ -24,16 +24,16 @@ from .generate import Sampling, Speaker
 from .voices import Voice
 
 # %% ../../nbs/speech/guard.ipynb #a1dfe62d
-_TAIL_CODES, _TAIL_VARIETY = 16, 4   # a tail has at least this many codes, and at most this many kinds
+_TAIL_CODES, _TAIL_VARIETY = 16, 4   # least codes of a tail; most distinct ones
 
-def _tail_start(codes: np.ndarray) -> int:   # len(codes) if there is no such tail
-    "Where a tail begins that repeats a few codes."
+def _tail_start(codes: np.ndarray) -> int:   # len(codes) if there is none
+    "Start of a tail that repeats a few codes."
     codes = np.asarray(codes).tolist()
     start, counts = len(codes), Counter()
     while start and len(counts | Counter([codes[start - 1]])) <= _TAIL_VARIETY:
         start -= 1
         counts[codes[start]] += 1
-    while start < len(codes) and 8 * counts[codes[start]] < len(codes) - start: start += 1   # still speech
+    while start < len(codes) and 8 * counts[codes[start]] < len(codes) - start: start += 1   # speech
     return start if len(codes) - start >= _TAIL_CODES else len(codes)
 
 # %% ../../nbs/speech/guard.ipynb #41e041cc
@@ -41,7 +41,7 @@ _WORD_CODES, _WORD_EDITS = (8, 40), 0.3   # length of a repeated word; edits per
 _TEXT_REPEATS = re.compile(r'\b(\w+)\W+\1\b|([\u0900-\uffff]{1,4})\2')
 
 def _repeated_word(codes: np.ndarray) -> tuple[int, int] | None:   # start and length
-    "The first stretch of codes that is followed by nearly the same."
+    "The first span of codes that is nearly repeated right after."
     for n in range(_WORD_CODES[0], min(_WORD_CODES[1], len(codes) // 2) + 1):
         later = np.pad(codes, (0, 1), constant_values=-1)
         again = np.any([codes[:-n] == later[n + d:len(codes) + d] for d in (-1, 0, 1)], 0)
@@ -56,18 +56,18 @@ _SECOND = 22   # codes
 SHORT_TOKENS = 8   # a text with this many tokens or fewer is short
 
 class _Rate(NamedTuple):
-    "Codes for one token of text, and the longest text of the training."
+    "Codes per text token, and the longest text seen in training."
     least: float = 0.6
     most: float = 9.
-    longest: int | None = None   # tokens; none: unknown
+    longest: int | None = None   # tokens; None: unknown
 
     def codes(self, tokens: int) -> int:   # with the silence around the words
-        "The most codes of a text that has not run away."
+        "Most codes expected for a text; more is a runaway."
         return round(self.most * tokens) + _SECOND // (1 + (tokens <= SHORT_TOKENS))
 
 def _code_rates(
     folder: str | Path,    # of a cache
-    clips: int = 20,       # a language with fewer has no rate of its own
+    clips: int = 20,       # least number for a language's own rate
 ) -> dict[str, _Rate]:
     "The bounds of each language in a cache."
     index, languages = map_arrays(Path(folder) / 'index.safetensors'), read_manifest(folder)['languages']
@@ -82,32 +82,32 @@ def _code_rates(
     return rates
 
 def training_facts(model: str | Path) -> dict:
-    "What `run.json` says, for the folder of a run or its `best`; empty if there is none."
+    "The content of `run.json` of a run (or its `best`); empty if there is none."
     model = Path(model)
     facts = (model.parent if model.name == 'best' else model) / 'run.json'
     return read_json(facts) if facts.is_file() else {}
 
 def run_rates(run: str | Path, clips: int = 20) -> dict[str, _Rate]:
-    "The bounds from the cache that a run was trained on; empty if there is none here."
+    "The bounds from a run's training cache; empty if it is not found."
     facts = training_facts(run)
     cache = facts.get('cache')
     rates = _code_rates(cache, clips) if cache and (Path(cache) / 'manifest.json').is_file() else {}
     if 'base' not in facts: return rates
-    known = run_rates(facts['base'], clips)   # the base may have learned longer texts, or nobody knows
+    known = run_rates(facts['base'], clips)   # the base may know longer texts
     both = lambda l: (rates[l].longest, known[l].longest if l in known else None)
     return {l: rate._replace(longest=max(both(l)) if all(both(l)) else None) for l, rate in rates.items()}
 
 # %% ../../nbs/speech/guard.ipynb #c0de4a02
-_MISSING = 1.   # gain of the log-likelihood by leaving out a word
+_MISSING = 1.   # log-likelihood gain from leaving out a word
 
 def _code_likelihoods(
     gpt: GPT,
     texts: list[list[int]],   # token ids
     prompt,                   # (P, D), the voice
     codes: np.ndarray,        # (S,), without STOP
-    rows: int = 8,            # texts in one pass
+    rows: int = 8,            # texts per forward pass
 ) -> np.ndarray:              # (len(texts),) natural logarithms
-    "How likely the codes, and the STOP after them, are under each text."
+    "Log-likelihood of the codes, with the final STOP, given each text."
     found, width, targets = [], max(map(len, texts)), [*codes, gpt.code_stop]
     for part in (texts[i:i + rows] for i in range(0, len(texts), rows)):
         n = len(part)
@@ -125,7 +125,7 @@ def _missing_word(
     voice: Voice,
     codes: np.ndarray,   # (S,), without STOP
 ) -> str | None:
-    "The word that the codes lack most, if their likelihood says that they lack one."
+    "The word most likely missing from the codes, if the likelihood indicates one."
     words = text.split()
     if len(words) < 2: return None
     shorter = [' '.join(words[:i] + words[i + 1:]) for i in range(len(words))]
@@ -136,12 +136,12 @@ def _missing_word(
 
 # %% ../../nbs/speech/guard.ipynb #495bdc4c
 def _inspect_codes(
-    codes: np.ndarray,      # (S,) of the clip, without STOP
+    codes: np.ndarray,      # (S,), without STOP
     tokens: int,            # of the text
     text: str,
-    limit: int,             # codes that the model may make
+    limit: int,             # most codes
     rate: _Rate = _Rate(),
-) -> tuple[int, list[dict]]:   # codes to keep, and what was found; `done` where it is fixed by that
+) -> tuple[int, list[dict]]:   # codes to keep, and faults; `done` if that fixes one
     "The faults of a spoken text."
     found, kept = [], _tail_start(codes)
     if kept < len(codes):
@@ -160,7 +160,7 @@ def _inspect_codes(
 def _unsolved(found: list[dict]) -> int: return sum('done' not in fault for fault in found)
 
 def _code_limit(speaker: Speaker, tokens: int, language: str) -> int:
-    "The codes after which a text has run away, so that no more are made."
+    "The number of codes at which a text counts as a runaway and generation stops."
     return min(speaker.max_codes, speaker.rates.get(language, _Rate()).codes(tokens) + 1)
 
 # %% ../../nbs/speech/guard.ipynb #b51b50b8
@@ -168,20 +168,20 @@ RETRIES, _RETRY_TEMPERATURE = 2, 0.75
 
 def _retry_sampling(
     sampling: Sampling,         # of the first attempt
-    number: int | np.ndarray,   # of this one, or that of each row
+    number: int | np.ndarray,   # of this attempt, or per row
 ) -> Sampling:
-    "The settings of another attempt: another seed, and never the likeliest code each time."
+    "Settings of a retry: another seed, and no greedy decoding."
     return sampling._replace(seed=np.add(sampling.seed, 7919 * number) % 2**31,
                              temperature=sampling.temperature or _RETRY_TEMPERATURE)
 
 class GuardedSpeaker(Speaker):
-    "A speaker that inspects its codes, speaks a faulty text again and trims noise."
+    "A speaker that checks its codes, retries a faulty text and trims noise."
     def __init__(self,
         xtts: XTTS,
         max_seconds: float | None = None,     # as for `Speaker`
-        retries: int = RETRIES,               # attempts with other seeds at most
+        retries: int = RETRIES,               # most retries with other seeds
         rates: dict[str, _Rate] | None = None,   # by language, from `_code_rates`
-        check_words: bool = False,            # look for words that were left out
+        check_words: bool = False,            # look for missing words
         **speech,
     ):
         super().__init__(xtts, max_seconds, rates, **speech)
@@ -221,7 +221,7 @@ def padded(rows: list[np.ndarray], value: int) -> tf.Tensor:   # (S, ...) each -
     return tf.constant(np.stack([np.pad(row, fill(row), constant_values=value) for row in rows]))
 
 def _settled(first: list[dict], codes, states, kept: int, found: list[dict]) -> tuple:
-    "The best attempt, trimmed if it has run away, and the report on it and on the first attempt."
+    "The best attempt, trimmed if it is a runaway, and the report on it and the first attempt."
     report = [] if found is first else [fault | {'done': 'spoken again'} for fault in first]
     for fault in found:
         if fault.get('expected', kept) < kept: kept, fault = fault['expected'], fault | {'done': 'trimmed'}

@@ -22,7 +22,7 @@ from .generate import generate, Sampling
 
 # %% ../../nbs/speech/listen.ipynb #8e065fe4
 def _frame_distances(query: np.ndarray, references: list[np.ndarray]) -> np.ndarray:
-    "Euclidean distances (F, G, R) of all frames of the query and the references, padded to G frames."
+    "Euclidean distances (F, G, R) between all frames of query and references, padded to G frames."
     G, C = max(map(len, references)), query.shape[1]
     packed = np.zeros((G, len(references), C), query.dtype)
     for r, reference in enumerate(references): packed[:len(reference), r] = reference
@@ -34,13 +34,13 @@ def _frame_distances(query: np.ndarray, references: list[np.ndarray]) -> np.ndar
 
 # %% ../../nbs/speech/listen.ipynb #5c04e001
 def _warped_totals(
-    cost: np.ndarray,        # (F, G, R), of each pair of frames
+    cost: np.ndarray,        # (F, G, R), per pair of frames
 ) -> Iterator[np.ndarray]:   # (F + 1, R) of anti-diagonal 0, 1, ...; the cell (i, j) is at i + 1 of i + j
-    "The cost of the cheapest path to each cell; three arrays take turns, so what is kept is copied."
+    "The cheapest path cost to each cell; three arrays are reused, so copy what you keep."
     F, G, R = cost.shape
     cells, apart = cost.reshape(F * G, R), max(1, G - 1)
     before, last, now = (np.full((F + 1, R), np.inf, cost.dtype) for _ in range(3))
-    before[0] = 0   # the first cell is reached by a move in both
+    before[0] = 0   # a diagonal move reaches the first cell
     for d in range(F + G - 1):
         lo, hi = max(0, d - G + 1), min(d, F - 1)
         c = cells[d + lo * (G - 1):d + hi * (G - 1) + 1:apart]
@@ -56,7 +56,7 @@ def dtw_distance(
     query: np.ndarray,               # (F, C) log-mel
     references: list[np.ndarray],    # R of (G, C), of any lengths
 ) -> np.ndarray:                     # (R,) float32
-    "Mean distance per frame after time warping; 0 for the same clip; rounding can make it up to 0.05."
+    "Mean distance per frame after time warping; 0 for the same clip (up to 0.05 by rounding)."
     cost = _frame_distances(np.asarray(query, np.float32), references)
     F, lengths = len(cost), np.array([len(r) for r in references])
     ends = np.stack([diagonal[F].copy() for diagonal in islice(_warped_totals(cost), F - 1, None)])   # (G, R)
@@ -66,17 +66,17 @@ def dtw_distance(
 def level_free(
     mel: np.ndarray,   # (F, C) log-mel
 ) -> np.ndarray:       # (F, C)
-    "A log-mel without the loudness of its clip."
+    "A log-mel without its clip's loudness."
     return mel - mel.mean()
 
 # %% ../../nbs/speech/listen.ipynb #22058bc2
 def hits(
-    query: np.ndarray,                 # (F, C) log-mel of what was spoken
+    query: np.ndarray,                 # (F, C) log-mel of the speech
     references: list[np.ndarray],      # of (G, C): clips of the language
     labels: list[tuple[str, str]],     # (sentence, voice) of each reference
-    wanted: tuple[str, str],           # (sentence, voice) that should have been spoken
+    wanted: tuple[str, str],           # (sentence, voice) expected
 ) -> tuple[bool, bool]:
-    "Whether the nearest clip has the wanted sentence, and the nearest of that sentence the wanted voice."
+    "Whether the nearest clip has the expected sentence, and the nearest of that one the voice."
     distances = dtw_distance(level_free(query), [level_free(r) for r in references])
     order = [labels[i] for i in np.argsort(distances)]
     voices = [voice for sentence, voice in order if sentence == wanted[0]]
@@ -85,7 +85,7 @@ def hits(
 
 # %% ../../nbs/speech/listen.ipynb #1370447b
 def _spoken_distance(
-    spoken: list[np.ndarray],     # (F, C) log-mels, one for each clip
+    spoken: list[np.ndarray],     # (F, C) log-mels, one per clip
     recorded: list[np.ndarray],   # (G, C) each
 ) -> float:
     "Mean distance per frame after time warping."
@@ -94,23 +94,23 @@ def _spoken_distance(
 
 # %% ../../nbs/speech/listen.ipynb #wrd00002
 def words_heard(
-    spoken: list[np.ndarray],     # (F, C) log-mels, one for each clip
+    spoken: list[np.ndarray],     # (F, C) log-mels, one per clip
     recorded: list[np.ndarray],   # (G, C) each
 ) -> float:
-    "How much nearer speech is to its recordings than to these backwards, as a share; 0 for a hum."
-    free = lambda mel: mel - mel.mean(0)   # of the voice
+    "How much closer speech is to its recordings than to them reversed, as a share; 0 for a hum."
+    free = lambda mel: mel - mel.mean(0)   # removes the voice
     pairs = [(free(a), free(b)) for a, b in zip(spoken, recorded, strict=True)]
     forward, backward = np.sum([dtw_distance(a, [b, b[::-1]]) for a, b in pairs], 0)
     return float(1 - forward / backward) if backward else 0.
 
 # %% ../../nbs/speech/listen.ipynb #55ab7112
 class Listener:
-    "Lets a model speak some clips of a cache and scores them against the recordings."
+    "Speaks some clips of a cache with a model and scores them against the recordings."
     def __init__(self,
         xtts: XTTS,
         cache: Cache,
         clips: np.ndarray,     # indices to choose from
-        count: int,            # of clips to speak
+        count: int,            # clips to speak
         encoder=None,          # the DVAE, for a cache without codes
     ):
         config, clips = xtts.config, np.asarray(clips)
@@ -122,22 +122,21 @@ class Listener:
         most = min(config.model.gpt.max_audio_codes, int(1.5 * batch['codes'].shape[1]) + 1)
         gpt = xtts.gpt
         sampling = Sampling.of(config.speech)._asdict()
-        compiled = config.training.gpt.mode in ('auto', 'xla')   # many small operations
+        compiled = config.training.gpt.mode in ('auto', 'xla')   # has many small ops
         self._speak = tf.function(lambda text, length, reference: generate(
             gpt, text, length, gpt.conditioning(reference), most, **sampling),
             jit_compile=compiled, autograph=False)
         self.recorded = self._mels(batch['codes'], batch['code_length'])
 
     def _mels(self, codes, length) -> list[np.ndarray]:
-        "The mel of each row, decoded from at least one code."
+        "Mels of the rows, each decoded from at least one code."
         codes = tf.where(codes < self.xtts.gpt.code_start, codes, 0).numpy()
         return [self.xtts.dvae.decode(c[None, :max(1, n)])[0].numpy() for c, n in zip(codes, length.numpy())]
 
     def __call__(self,
         folder: str | Path | None = None,   # receives `<clip>.wav` and `mels.png`
-    ) -> dict[str, float]:   # dtw: mean distance; words: of `words_heard`; length: of the speech over the
-                             # recordings
-        "Speak the clips with the present weights."
+    ) -> dict[str, float]:   # dtw: mean distance; words: `words_heard`; length: ratio
+        "Speak the clips with the current weights."
         codes, length, _ = self._speak(self.batch['text'], self.batch['text_length'], self.batch['reference'])
         spoken = self._mels(codes, length)
         if folder:
@@ -153,7 +152,7 @@ class Listener:
 # %% ../../nbs/speech/listen.ipynb #a58cc596
 def _plot_spoken(path: Path, ids: list[str], spoken: list[np.ndarray], recorded: list[np.ndarray]):
     "Plot the mels: spoken clips above, recordings below."
-    from matplotlib.figure import Figure   # imported only when a plot is drawn
+    from matplotlib.figure import Figure   # slow import
     figure = Figure(figsize=(3 * len(ids), 3), dpi=60, layout='constrained')
     axes = figure.subplots(2, len(ids), squeeze=False)
     for column, pair in enumerate(zip(spoken, recorded)):

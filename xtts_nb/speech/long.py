@@ -29,7 +29,7 @@ def _one_word(text: str, i: int) -> bool:
     return a.isdecimal() and b.isdecimal() or a < '\u0250' > b and a.isalpha() and b.isalpha()
 
 def _middle(text: str, start: int, end: int, places: list[int], found: dict) -> int | None:
-    "The best place to divide a piece; None if it is one character."
+    "The best position to split a piece; None if it is one character."
     half, sixth = (start + end) // 2, (end - start) // 6
     inside = places[bisect_left(places, start + max(1, sixth)):bisect_left(places, end - sixth)]
     if inside: return min(inside, key=lambda i: (found[i][0], abs(i - half)))
@@ -49,10 +49,10 @@ class _TextPiece(NamedTuple):
     text: str
     language: str
     pause: float   # seconds of silence after it
-    notes: tuple = ()   # on characters of the text that are not said, on its first piece
+    notes: tuple = ()   # on unspoken characters of the text, in its first piece
 
 def _divided(start: int, end: int, takes: Callable, middle: Callable) -> Iterator[tuple[int, int]]:
-    "The span, or its parts, in order, each of which fits or cannot be divided."
+    "Split a span until each part fits or cannot be split; yields the parts in order."
     cut = None if takes(start, end) else middle(start, end)
     if cut is None: yield start, end
     else:
@@ -63,13 +63,13 @@ def _divided(start: int, end: int, takes: Callable, middle: Callable) -> Iterato
 def _packed(
     text: str,
     spans: list,        # start and end of each sentence or part of one
-    least: int,         # letters of a piece
-    takes: Callable,    # start, end -> whether the model takes it
-    most: int,          # characters
+    least: int,         # least letters per piece
+    takes: Callable,    # start, end -> whether the model accepts it
+    most: int,          # most characters
     found: dict,        # of `break_places`
-    soon: bool,         # the first sentence is a piece of its own
+    soon: bool,         # make the first sentence its own piece
 ) -> list[tuple[int, int]]:
-    "Pieces of as many spans as fit; they end where a paragraph ends."
+    "Pieces of as many spans as fit; no piece crosses a paragraph."
     ends, pieces, size = [end for _, end in spans], [], most + 1   # `size`: of the last full piece
     few = lambda i, j: sum(map(str.isalnum, text[spans[i][0]:ends[j]])) < least
     closes = lambda j: found.get(ends[j], (PARAGRAPH,))[0] == PARAGRAPH
@@ -86,7 +86,7 @@ def _packed(
             guess = False
         if low < top: size = ends[low] - spans[i][0]
         pieces.append((i, low))
-        while len(pieces) > 1 and few(*pieces[-1]):   # more of the piece before it, if that keeps enough
+        while len(pieces) > 1 and few(*pieces[-1]):   # take from the previous piece
             (a, b), (c, d) = pieces[-2:]
             if a == b or closes(b) or few(a, b - 1) or not takes(spans[b][0], ends[d]): break
             pieces[-2:] = (a, b - 1), (b, d)
@@ -96,10 +96,10 @@ def _packed(
 def _split_text(
     text: str,
     language: str,      # a code such as en or zh-cn; empty: unknown
-    fits: Callable,     # a piece -> whether the model takes it
-    soon: bool = False,   # the first sentence is a piece of its own
+    fits: Callable,     # piece -> whether the model accepts it
+    soon: bool = False,   # make the first sentence its own piece
 ) -> list[_TextPiece]:
-    "Pieces of as many sentences of a paragraph as fit; a sentence that is too long is divided."
+    "Pieces of as many sentences of a paragraph as fit; splits sentences that are too long."
     short = language.split('-')[0]
     places, found = break_places(text, short)
     most = _MAX_CHARACTERS.get(short, 166)
@@ -112,7 +112,7 @@ def _split_text(
 
 # %% ../../nbs/speech/long.ipynb #2decffc7
 def _detector(languages: list[str]):   # detector, {its language: our code}
-    "lingua's detector for those of these languages that it knows."
+    "A lingua detector for the languages that it supports."
     try: from lingua import IsoCode639_1, Language, LanguageDetectorBuilder
     except ImportError:
         raise UserError("Detecting the language needs the package lingua-language-detector; "
@@ -126,9 +126,9 @@ def _detector(languages: list[str]):   # detector, {its language: our code}
 
 def _language_runs(
     text: str,
-    languages: list[str],         # that the model knows
-) -> list[tuple[str, str]]:       # parts of the text, and the language of each
-    "The text in runs of one language, detected by sentence."
+    languages: list[str],         # of the model
+) -> list[tuple[str, str]]:       # text parts with their languages
+    "Split a text into runs of one language, detected per sentence."
     if len(languages) == 1: return [(text, languages[0])]
     detector, codes = _detector(languages)
     parts = sentences(text)
@@ -146,8 +146,8 @@ def _language_runs(
 # %% ../../nbs/speech/long.ipynb #5a7a5002
 def say_as(
     path: str | Path,    # of the YAML file
-) -> Callable[[str], str]:   # a text as it is said
-    "What writes out the words of a table; raises `UserError` for a file that holds none."
+) -> Callable[[str], str]:   # text -> spoken form
+    "A function that replaces the words of a table; raises `UserError` for an invalid file."
     try: table = yaml.load(Path(path).read_text(encoding='utf-8-sig'), yaml.BaseLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f'{path}: is not readable as YAML ({str(error).splitlines()[0]}); '
@@ -164,10 +164,10 @@ class _Spoken(NamedTuple):
     "A spoken piece."
     wav: np.ndarray        # (N,) float32, with the pause at the end
     piece: _TextPiece
-    report: list[dict]     # what was found in it and what was done about it
+    report: list[dict]     # faults and their handling
 
 def _notes(said: Speakable) -> tuple:
-    "What becomes of the characters that cannot be said, as entries of a report."
+    "Report entries on characters that cannot be spoken."
     kinds = ('cannot be said', said.dropped), ('unknown letters', said.unknown)
     shown = lambda c: c if c.isprintable() else f'U+{ord(c):04X}'
     return tuple({'found': f'{what} "{" ".join(map(shown, characters))}"', 'done': 'left out'}
@@ -178,13 +178,13 @@ def _text_pieces(
     speaker: Speaker,
     text: str,
     language: str,   # or auto
-    soon: bool = False,   # as for `_split_text`
-) -> tuple[list[_TextPiece], list[int]]:   # and the number of tokens of each, 0 if it is not spoken
-    "The pieces of a text, none of them spoken if it has nothing to say; raises `UserError` for bad input."
+    soon: bool = False,   # as in `_split_text`
+) -> tuple[list[_TextPiece], list[int]]:   # and token counts, 0 if not spoken
+    "Split a text into pieces, with zero tokens if unspeakable; raises `UserError` for bad input."
     tokenizer, most = speaker.xtts.tokenizer, speaker.xtts.config.model.gpt.max_text_tokens
     if any('\ud800' <= c <= '\udfff' for c in text):
         raise UserError('The text holds bytes that are not UTF-8; save it as UTF-8.')
-    text = '\n'.join(re.split('\r\n?', text))   # ends of lines of other systems
+    text = '\n'.join(re.split('\r\n?', text))   # other systems' newlines
     if language != 'auto': language = tokenizer.language(language)
     if not text.strip(): return [], []
     runs = _language_runs(text, tokenizer.languages) if language == 'auto' else [(text, language)]
@@ -197,7 +197,7 @@ def _text_pieces(
     form = (lambda part, l: part) if speaker.speech.as_written else spoken_form
     plain = plain_markdown if speaker.speech.as_written else _unmarked
     fits = lambda l: lambda piece: len(tokenizer.encode(said(piece, l), l)) <= room(l)
-    # marks divide a text, whether they are said or not
+    # punctuation splits a text even if unspoken
     pieces = [p._replace(notes=() if i else _notes(tokenizer.speakable(form(part, l), l)))
               for n, (part, l) in enumerate(runs)
               for i, p in enumerate(_split_text(form(plain(part, l), l), l, fits(l), soon and not n))]
@@ -205,7 +205,7 @@ def _text_pieces(
     return pieces, [len(speaker._ids(p.text, p.language)) if says(p) else 0 for p in pieces]
 
 def _spoken_pieces(speaker: Speaker, text: str, *given) -> tuple[list[_TextPiece], list[int]]:
-    "As `_text_pieces`; raises `NothingToSay` if nothing of the text can be said."
+    "As `_text_pieces`; raises `NothingToSay` if nothing in the text is speakable."
     pieces, tokens = _text_pieces(speaker, text, *given)
     if any(tokens): return pieces, tokens
     if not text.strip(): raise NothingToSay('The text is empty; give the model something to say.')
@@ -217,20 +217,20 @@ def speak_long(
     speaker: Speaker,
     text: str,
     language: str,          # or auto: detected for each sentence
-    reference,              # as `Speaker.listen` takes it
+    reference,              # as for `Speaker.listen`
     seed: int = 0,
-    rows: int = 8,          # pieces in a batch
-    early: bool = True,     # speak the pieces in order; else those of similar length together
-    start: int = 0,         # number of the piece to begin with
+    rows: int = 8,          # pieces per batch
+    early: bool = True,     # in order; else batches of similar length
+    start: int = 0,         # first piece to speak
     progress=None,          # called with (done, total) pieces
 ) -> Iterator[_Spoken]:      # in order
-    "A text of any length, piece by piece; raises `UserError` at once for a text that cannot be spoken."
+    "Speak a text of any length piece by piece; raises `UserError` early if it cannot be spoken."
     pieces, tokens = _spoken_pieces(speaker, text, language, not speaker.decoder)   # as a stream
     return _spoken(speaker, pieces, tokens, speaker.listen(reference), seed, rows, early, start, progress)
 
 # %% ../../nbs/speech/long.ipynb #2ce7260e
 def _spoken(speaker, pieces, tokens, voice, seed, rows, early, start, progress) -> Iterator[_Spoken]:
-    "The pieces, as soon as all before them have been spoken."
+    "Yield the pieces in order, each as soon as all previous ones are spoken."
     rows, ready, following = min(rows, sum(map(bool, tokens))), {}, start
     order = [i for i, n in enumerate(tokens) if n]
     seeds = dict(zip(order, piece_seeds(seed)))
@@ -256,8 +256,8 @@ def speak_whole(
     text: str,
     *given,     # as for `speak_long`
     **options,
-) -> tuple[np.ndarray, list[dict]]:   # samples (N,), and the reports with the place and text of their piece
-    "A text of any length as one waveform."
+) -> tuple[np.ndarray, list[dict]]:   # samples (N,), and reports with position and text
+    "Speak a text of any length as one waveform."
     spoken = list(speak_long(speaker, text, *given, **{'early': False} | options))
     reports = [{'piece': i, 'text': s.piece.text.strip()} | entry
                for i, s in enumerate(spoken) for entry in s.report]

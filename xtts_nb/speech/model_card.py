@@ -18,19 +18,19 @@ from .scores import _number, SOUND_SOURCES
 
 # %% ../../nbs/speech/model_card.ipynb #3cfcdf81
 def _cells(rows: dict) -> str:
-    "Names and values as a table of Markdown."
+    "Names and values as a Markdown table."
     plain = lambda value: visible(str(value)).replace('|', '\\|')
     return rows_markdown([{'name': name, 'value': plain(value)} for name, value in rows.items()])
 
 # %% ../../nbs/speech/model_card.ipynb #516ef32d
 def _samples(trials: list[Trial], most: int = 3) -> str:
-    "Links to what the model said, and to the recordings; the sounds are those of `evaluation_report`."
+    "Links to the model's speech and the recordings, from `evaluation_report`."
     plain = lambda text: visible(text).replace('[', '\\[').replace(']', '\\]')
     return '\n'.join(f'- {plain(trial.clip.text)}: [model](wavs/{k:03d}-model.wav), '
                      f'[recording](wavs/{k:03d}-recording.wav)' for k, trial in enumerate(trials[:most]))
 
 def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
-    "The medians of what is offered."
+    "The medians of the valid scores."
     rows = [{'name': f'{s["name"]}, {s["unit"]}'.rstrip(', ')} |
             {shown: _number(s.get(k, {}).get('median')) for k, shown in SOUND_SOURCES.items()}
             for s in scores if s['offered']]
@@ -45,12 +45,12 @@ _TRAINED = {'whole': 'all weights', 'lora': 'adapters next to the weights (LoRA)
 def model_card(
     evaluation: Evaluation,
     config: XTTSConfig,
-    run: dict = {},                # noqa: B006 -- the facts of its run, only read; empty: not known
-    cache: Cache | None = None,    # that it was trained on
+    run: dict = {},                # noqa: B006 -- facts of its run, read only; empty: unknown
+    cache: Cache | None = None,    # it was trained on
     updates: int | None = None,
-    chosen: bool = False,          # whether it was chosen by held-out clips
+    chosen: bool = False,          # by held-out clips
 ) -> str:                          # Markdown
-    "What a model was made of, and how good it is; what is not known is left out."
+    "A model card: training data and scores; omits unknown facts."
     about, training, gpt = evaluation.about, config.training.gpt, config.model.gpt
     languages = cache.languages if cache else about['languages'].split(', ')
     data = {'languages': ', '.join(languages)}

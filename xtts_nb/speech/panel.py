@@ -32,13 +32,13 @@ from .voices import find_voice, list_voices
 # %% ../../nbs/speech/panel.ipynb #9a4e1007
 def _attention_pass(
     gpt: GPT,
-    ids: list[int],         # of the text, T of them
+    ids: list[int],         # (T,), of the text
     prompt,                 # (P, D), the voice
     codes: np.ndarray,      # (S,), without STOP
-):                          # states (S, D), and the attention (layers, S, P + T + 2 + S)
-    "The states that the codes were drawn from, and what each of them attended to."
+):                          # states (S, D), attention (layers, S, P + T + 2 + S)
+    "The codes' hidden states and attention weights."
     part = lambda values: tf.constant([values], tf.int32)
-    before = [gpt.code_start, *codes][:len(codes)]   # the input at the place that gives the code
+    before = [gpt.code_start, *codes][:len(codes)]   # input at the position that predicts the code
     x = ops.concatenate([ops.cast(prompt, gpt.compute_dtype)[None],
                          gpt.embed_text(part([gpt.text_start, *ids, TEXT_STOP])),
                          gpt.embed_codes(part(before))], 1)
@@ -46,7 +46,7 @@ def _attention_pass(
     def attention(q, k, v):
         score = ops.cast(ops.einsum('blhk,bmhk->bhlm', q * q.shape[-1]**-0.5, k), 'float32')
         weight = ops.softmax(ops.where(mask, score, -1e9))
-        weights.append(ops.mean(weight, (0, 1))[-len(codes):])   # of the heads
+        weights.append(ops.mean(weight, (0, 1))[-len(codes):])   # over heads
         return attend(q, k, v, mask)
     for block in gpt.blocks: x = block_pass(block, x, attention)
     return gpt.final_norm(gpt.stack_norm(x))[0, -len(codes):], np.stack(weights)
@@ -54,19 +54,19 @@ def _attention_pass(
 # %% ../../nbs/speech/panel.ipynb #9a4e1009
 def _text_attention(
     xtts: XTTS,
-    ids: list[int],             # of the text, T of them
+    ids: list[int],             # (T,), of the text
     voice: Voice,
-    codes: np.ndarray,          # (S,), spoken, without STOP
-    layers=slice(None),         # numbers of the layers, or a slice
+    codes: np.ndarray,          # (S,), without STOP
+    layers=slice(None),         # layer indices, or a slice
 ) -> np.ndarray:                # (S, T) float32; each row sums to 1
-    "How the attention of each code is distributed over the tokens of the text."
+    "Attention of each code over the text tokens."
     first = len(voice.prompt) + 1   # after START
     seen = _attention_pass(xtts.gpt, ids, voice.prompt, codes)[1][layers].mean(0)[:, first:first + len(ids)]
     return seen / seen.sum(1, keepdims=True)
 
 # %% ../../nbs/speech/panel.ipynb #9a4e100d
 class _Rows(SpeechRows):
-    "Keeps the stream of the last text, with its codes."
+    "Keeps the last text's stream with its codes."
     def admit(self, *given) -> int:
         row = super().admit(*given)
         self.last = self.streams[row]
@@ -79,10 +79,10 @@ def _speak(
     voice: Voice,
     sampling: Sampling,
     speed: float,
-) -> SimpleNamespace:   # wav (N,), number of pieces, and ids and codes of the first one
+) -> SimpleNamespace:   # wav (N,), number of pieces, ids and codes of the first
     "Speak a text piece by piece; raises `UserError` for a text that cannot be spoken."
     speaker, wavs, spoken = rows.speaker, [], []
-    if not rows.free: rows.release(0)   # of a text that was interrupted
+    if not rows.free: rows.release(0)   # from an interrupted text
     for piece, tokens in zip(*_spoken_pieces(speaker, text, language)):
         if not tokens: continue
         ids = speaker._ids(piece.text, piece.language)
@@ -101,7 +101,7 @@ def _picture(
     voice: Voice,
     speed: float,
 ) -> Figure:
-    "The mel of the sound, and below it the attention of the first piece over its text."
+    "Plot the mel, and below it the first piece's attention over its text."
     model, tokenizer = speaker.xtts.config.model, speaker.xtts.tokenizer
     wav = resample(spoken.wav, speaker.sample_rate, model.audio.sample_rate)
     mel = log_mel(wav, model.audio.dvae_n_fft, model.audio).numpy()
@@ -127,7 +127,7 @@ def _picture(
 
 # %% ../../nbs/speech/panel.ipynb #9a4e1011
 def _controls(speech, languages: list[str], names: list[str]) -> SimpleNamespace:
-    "The widgets of the panel, with the settings of a speaker as their first values."
+    "The panel's widgets, initialised with a speaker's settings."
     import ipywidgets as w
     slider = lambda value, least, most, label: w.FloatSlider(
         value, min=least, max=most, step=0.05, description=label, continuous_update=False)
@@ -144,9 +144,9 @@ def _controls(speech, languages: list[str], names: list[str]) -> SimpleNamespace
 # %% ../../nbs/speech/panel.ipynb #9a4e1013
 def speech_panel(
     speaker: Speaker,
-    voices: dict | str | Path,   # {name: reference as `Speaker.listen` takes it}, or a folder of saved voices
+    voices: dict | str | Path,   # {name: reference as for `Speaker.listen`}, or a folder of saved voices
 ):                               # an ipywidgets.VBox; `controls` holds its widgets
-    "A panel to type, choose a voice and listen, with the mel and the attention over the text."
+    "A panel to type a text, choose a voice and listen, with mel and text attention."
     import ipywidgets as w
     kept = isinstance(voices, dict)
     names = [*voices] if kept else [row['name'] for row in list_voices(voices) if 'error' not in row]
@@ -159,7 +159,7 @@ def speech_panel(
         return speaker.listen(voices[name] if kept else find_voice([name], speaker.xtts, voices))
 
     @lru_cache
-    def loop(): return _Rows(speaker)   # when it is needed
+    def loop(): return _Rows(speaker)   # created on demand
 
     def speak(_):
         c.button.disabled, result.layout.display = True, 'none'

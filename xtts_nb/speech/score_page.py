@@ -42,7 +42,7 @@ def _scale(score: dict) -> str:
     first, last = level['recording'], level['untrained']
     if not np.isfinite([first, last]).all() or last <= first: return ''
     dots = ''
-    for name in sorted(level, key=lambda k: k == 'model'):   # the model on top
+    for name in sorted(level, key=lambda k: k == 'model'):   # draws the model on top
         x = 8 + 134 * min(max((level[name] - first) / (last - first), 0), 1.08)
         dots += (f'<circle cx="{x:.0f}" cy="10" r="{6 if name == "model" else 4.5}" '
                  f'fill="{_SOURCE_COLOURS[name]}"><title>{SOUND_SOURCES[name]}</title></circle>')
@@ -50,13 +50,13 @@ def _scale(score: dict) -> str:
             f'<line x1="8" x2="142" y1="10" y2="10" stroke="#9aa5b1"/>{dots}</svg>')
 
 def _below(values: dict) -> str:   # of `spread`
-    "The quartiles, the smaller number first; how many sounds have no value, if that hides them."
+    "The quartiles in ascending order, or the number of sounds without a value."
     ends = [values['low'], values['high']]
     if None in ends: return f'no sound in {values["missing"]} of {values["clips"]}'
     return ' – '.join(map(_number, sorted(ends)))
 
 def _score_row(score: dict, sources: list[str]) -> str:
-    "The line of a score in the table."
+    "The table row of a score."
     one = SCORES[score['score']]
     limits = one.limits if score['offered'] else f'not offered: {score["fault"]}'
     name = f'{one.name}, {one.unit}'.rstrip(', ')
@@ -65,12 +65,12 @@ def _score_row(score: dict, sources: list[str]) -> str:
         below = f'<small>{_below(score[name])}</small>' if score[name]['clips'] else ''
         value = _number(score[name]['median'])
         cells.append(f'<td{" class=model" if name == "model" else ""}>{value}{below}</td>')
-    beside = 1 if 'recording' in score else 1 + len(sources)   # columns without a number
+    beside = 1 if 'recording' in score else 1 + len(sources)   # empty columns
     cells.append(f'<td>{_scale(score)}</td>' if score['offered'] else f'<td colspan="{beside}"></td>')
     return f'<tr{"" if score["offered"] else " class=off"}>{"".join(cells)}</tr>'
 
 def scores_table(scores: list[dict]) -> str:   # of `Evaluation`
-    "The scores as HTML, those that are not offered at the end."
+    "The scores as an HTML table, invalid ones last."
     sources = [name for name in SOUND_SOURCES if any(name in s for s in scores)]
     key = ''.join(f'<span><i style="background:{_SOURCE_COLOURS[name]}"></i>{SOUND_SOURCES[name]}</span>'
                   for name in sources)
@@ -81,7 +81,7 @@ def scores_table(scores: list[dict]) -> str:   # of `Evaluation`
 
 # %% ../../nbs/speech/score_page.ipynb #533591ad
 def _trial_section(evaluation: Evaluation, k: int, folder: Path) -> list[str]:
-    "One clip: its mels, and players of what was scored."
+    "A clip's section: mels and players of the scored sounds."
     clip, pieces = evaluation.trials[k].clip, []
     sounds = {name: evaluation.sounds[source][k] for source, name in list(SOUND_SOURCES.items())[:4]}
     for name, sound in ({'reference': evaluation.sounds['reference'][k]} | sounds).items():
@@ -94,7 +94,7 @@ def _trial_section(evaluation: Evaluation, k: int, folder: Path) -> list[str]:
             '<div class="row">', *pieces, '</div>']
 
 def _check_report(folder: str | Path):
-    "Raise `UserError` if a report would replace files of another program."
+    "Raise `UserError` if a report would overwrite files of another program."
     check_results(folder, ('scores.json', 'report.html', 'wavs'),
                   lambda: has_keys(Path(folder) / 'scores.json', 'scores', 'clips'))
 
@@ -103,10 +103,10 @@ def evaluation_report(
     folder: str | Path,      # receives `report.html`, `scores.json` and `wavs`
     most: int = 8,           # clips to listen to
 ) -> Path:
-    "Write the scores, and some clips, as one page."
+    "Write a page with the scores and some clips."
     folder, about = Path(folder), evaluation.about
     _check_report(folder)
-    write_json(folder / 'scores.json', evaluation.to_dict())   # first: it tells whose the others are
+    write_json(folder / 'scores.json', evaluation.to_dict())   # first: marks the rest as ours
     seen = 'The model never saw them.' if about['held_out'] else 'The model may have been trained on them.'
     if own := about.get('own_reference'):
         seen = (f'{own} of them are alone in their voice and were the reference too: the model heard what it '

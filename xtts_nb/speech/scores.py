@@ -26,12 +26,12 @@ from .listen import dtw_distance, level_free
 
 # %% ../../nbs/speech/scores.ipynb #a0dfdef0
 class _Score(NamedTuple):
-    "What a score measures."
+    "Definition of a score."
     name: str
     unit: str
     best: str      # low, high, or one for a ratio
     limits: str
-    apart: float = 0.   # of a comparison with the recording: a negligible difference (of a ratio, its log)
+    apart: float = 0.   # negligible difference from the recording (for a ratio, its log)
 
 SCORES = {
     'mel': _Score('mel distance', '', 'low', 'after time warping, without loudness; as in the demo', 3.),
@@ -44,12 +44,12 @@ SCORES = {
                      'decoder was trained with; to another clip of the voice')}
 
 # %% ../../nbs/speech/scores.ipynb #551be3ab
-_RATE = 16_000            # Hz, of all sounds that are scored
+_RATE = 16_000            # Hz, of all scored sounds
 _HOP = _RATE // 100        # samples between frames, 10 ms
-_SILENCE_LEVEL = -60.            # dB below full scale: a sound without a louder frame is silent
+_SILENCE_LEVEL = -60.            # dBFS; a sound without a louder frame is silent
 _AUDIO = AudioConfig(sample_rate=_RATE)
 
-def _decibels(wav: np.ndarray) -> np.ndarray:   # over the last axis; dB of full scale
+def _decibels(wav: np.ndarray) -> np.ndarray:   # over the last axis; dBFS
     "The level of samples."
     return 10 * np.log10((np.asarray(wav, np.float64)**2).mean(-1) + 1e-12)
 
@@ -57,22 +57,22 @@ def _sounding(
     wav: np.ndarray,        # (N,) at `_RATE`
     below: float = 40.,     # dB below the loudest frame
 ) -> np.ndarray:            # (N // _HOP,) bool
-    "The frames of 10 ms that are not silent."
+    "Mask of the 10 ms frames that are not silent."
     frames = np.asarray(wav[:len(wav) // _HOP * _HOP], np.float64).reshape(-1, _HOP)
     level = _decibels(frames)
     return level > max(level.max(initial=_SILENCE_LEVEL) - below, _SILENCE_LEVEL)
 
 class Sound:
-    "A sound, and what the scores need of it, computed once."
+    "A sound with cached features for the scores."
     def __init__(self, wav: np.ndarray, rate: int):
         self.wav, self.rate = np.asarray(wav, np.float32), rate
         low = resample(self.wav, rate, _RATE)
-        self.low = np.pad(low, (0, max(0, _RATE // 4 - len(low))))   # analyses need more than a few frames
+        self.low = np.pad(low, (0, max(0, _RATE // 4 - len(low))))   # analyses need some frames
         self.sounds = np.flatnonzero(_sounding(self.low))
 
     @property
     def seconds(self) -> float:
-        "From the first to the last sound."
+        "Duration from the first to the last sound."
         return (self.sounds[-1] + 1 - self.sounds[0]) * _HOP / _RATE if len(self.sounds) else 0.
 
     @cached_property
@@ -81,7 +81,7 @@ class Sound:
 
 # %% ../../nbs/speech/scores.ipynb #b22c4366
 class Wanted(NamedTuple):
-    "What should have been spoken."
+    "The expected speech."
     text: str
     language: str
     recorded: Sound
@@ -97,7 +97,7 @@ def warping_judge() -> Callable:
 
 # %% ../../nbs/speech/scores.ipynb #5e52aa62
 def _spoken_words(text: str, language: str) -> list[str]:
-    "The words of a text in lower case, with numbers in words and without punctuation."
+    "The words of a text in lower case, without punctuation, numbers spelled out."
     kept = (c if c in "'’" or unicodedata.category(c)[0] in 'LMN' else ' ' for c in clean(text, language))
     return ''.join(kept).replace('’', "'").split()
 
@@ -105,16 +105,16 @@ def _word_errors(
     heard: str,
     text: str,
     language: str,
-) -> dict[str, float]:   # cer, and wer where words have spaces between them; %
-    "Edits for each character and each word of the text."
+) -> dict[str, float]:   # cer, and wer if the language separates words; %
+    "Character and word error rates."
     got, wanted = (_spoken_words(some, language) for some in (heard, text))
     if not wanted: return {}
     share = lambda a, b: 100 * Levenshtein.distance(a, b) / len(b)
     errors = {'cer': share(''.join(got), ''.join(wanted))}
     return errors if language[:2] in ('zh', 'ja') else errors | {'wer': share(got, wanted)}
 
-def words_judge(whisper: str | None) -> Callable:   # a folder, or a name that faster-whisper fetches
-    "Word and character errors of what a Whisper model hears."
+def words_judge(whisper: str | None) -> Callable:   # a folder, or a faster-whisper model name
+    "Word and character errors of a Whisper transcript."
     if not whisper: raise UserError('No Whisper model was given; name one with `transcribe`, such as small.')
     hear = _load_whisper(whisper)
 
@@ -123,24 +123,24 @@ def words_judge(whisper: str | None) -> Callable:   # a folder, or a name that f
             path = Path(folder) / 'spoken.wav'
             save_audio(path, spoken.low, _RATE)
             try: heard, _ = hear(path, wanted.language, lambda *_: None)
-            except ValueError: return {}   # a language that Whisper does not know
+            except ValueError: return {}   # not supported by Whisper
         return _word_errors(heard, wanted.text, wanted.language)
     return judge
 
 # %% ../../nbs/speech/scores.ipynb #0aab42cf
 def end_judge() -> Callable:
-    "How loud a sound still is where it ends."
+    "The level at the end of a sound."
     def judge(spoken: Sound, wanted: Wanted):
         wav = spoken.low
         loudest = max(_decibels(wav[i:i + _HOP]) for i in range(0, len(wav), _HOP))
         return {'end': float(_decibels(wav[-5 * _HOP:]) - loudest) if len(spoken.sounds) else None}
     return judge
 
-_QUICK_JUDGES = {('mel', 'duration'): warping_judge}   # need neither a package nor a download
+_QUICK_JUDGES = {('mel', 'duration'): warping_judge}   # need no packages or downloads
 
 # %% ../../nbs/speech/scores.ipynb #b4b9baa9
 def speaker_judge(xtts: XTTS) -> Callable:
-    "The cosine of the speaker vectors of a sound and of another clip of the voice, by the model's encoder."
+    "Cosine similarity between speaker vectors of a sound and another clip of the voice."
     if not xtts.hifigan: raise UserError('the model has no speaker encoder; only a converted one has.')
     (_, encoder), settings = xtts.hifigan, xtts.config.model.speaker
 
@@ -161,12 +161,12 @@ SOUND_SOURCES = {'recording': 'recording', 'copy': 'copy-synthesis', 'model': 'm
 _MAIN_SOURCES = 'recording', 'copy', 'model', 'untrained'
 
 def _badness(best: str, value: float | None) -> float:
-    "A value turned so that less is better; None is worst."
+    "A value mapped so that lower is better; None is worst."
     if value is None or not np.isfinite(value): return np.inf
     return {'low': value, 'high': -value, 'one': abs(np.log(value)) if value > 0 else np.inf}[best]
 
 def spread(best: str, values: list[float | None]) -> dict:   # median, low, high, clips, missing
-    "The median and the quartiles, from the best to the worst value; None where that is not a number."
+    "Median and quartiles, from best to worst; None if not a number."
     ranked = sorted(values, key=lambda v: _badness(best, v))
     at = lambda share: ranked[int(share * (len(ranked) - 1) + 0.5)] if ranked else None
     return {'median': at(0.5), 'low': at(0.25), 'high': at(0.75), 'clips': len(ranked),
@@ -174,8 +174,8 @@ def spread(best: str, values: list[float | None]) -> dict:   # median, low, high
 
 # %% ../../nbs/speech/scores.ipynb #c17471f6
 def fault(score: _Score, found: dict[str, dict]) -> str:
-    "Why a score is not offered: real speech and untrained model are not apart; empty if they are."
-    # a recording compared with itself is always perfect: there copy-synthesis stands for real speech
+    "Why a score is invalid: it rates real speech and an untrained model alike; empty if valid."
+    # a recording compared with itself is always perfect, so use copy-synthesis as real speech
     name, said = ('copy', 'copy-synthesis') if score.apart else ('recording', 'the recordings')
     real, untrained = (_badness(score.best, found[source][quartile])
                        for source, quartile in ((name, 'high'), ('untrained', 'low')))
@@ -186,8 +186,8 @@ def _row(name: str, fault: str, values: dict | None = None) -> dict:
     row = {'score': name, 'name': score.name, 'unit': score.unit, 'offered': not fault, 'fault': fault}
     return row | (values or {})
 
-def judged(row: dict) -> dict:   # of `Evaluation`; of an older record too
-    "The same score, offered or not by its values; without values as it is."
+def judged(row: dict) -> dict:   # of `Evaluation` or an older record
+    "The score with its validity recomputed from its values, if any."
     if 'recording' not in row: return row
     none = 'no clip of a language that it knows'
     reason = fault(SCORES[row['score']], row) if row['recording']['clips'] else none
@@ -199,7 +199,7 @@ def _number(value: float | None) -> str:
     return '–' if value is None else f'{value:,.0f}' if abs(value) >= 100 else f'{round(value, 2):.3g}'
 
 def scores_text(scores: list[dict]) -> str:   # of `Evaluation`
-    "The medians as a table, those that are not offered at its end, and why they are not."
+    "The medians as a table; invalid scores come last, with the reason."
     sources = [k for k in SOUND_SOURCES if any(k in s for s in scores)]
     rows = [('', *map(SOUND_SOURCES.get, sources))]
     rows += [(f'{s["name"]}, {s["unit"]}'.rstrip(', '), *(_number(s[k]['median']) for k in sources))

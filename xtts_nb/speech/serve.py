@@ -53,17 +53,17 @@ except ImportError as e:
     raise UserError(f"The service needs the package {e.name}; pip install 'xtts_nb[serve]'.") from None
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0005
-_RATE = 24000   # Hz, of the sound that OpenAI sends; its clients play PCM at this rate without a question
+_RATE = 24000   # Hz; OpenAI's clients assume this rate for PCM
 _RATES = 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000
 VOICES = ('alloy', 'ash', 'ballad', 'cedar', 'coral', 'echo', 'fable', 'marin', 'nova', 'onyx', 'sage',
           'shimmer', 'verse')   # OpenAI's
 
 class SpeechBody(pydantic.BaseModel, extra='allow'):
-    "The body of `POST /v1/audio/speech`; unknown fields have no effect."
+    "Body of `POST /v1/audio/speech`; unknown fields are ignored."
     input: str
     voice: str = VOICES[0]
-    model: str = 'xtts'   # without effect
-    speed: float | None = pydantic.Field(None, ge=0.25, le=4)   # none, of each number: as the model says
+    model: str = 'xtts'   # ignored
+    speed: float | None = pydantic.Field(None, ge=0.25, le=4)   # None, as below: the model's
     response_format: Literal['mp3', 'opus', 'aac', 'flac', 'wav', 'pcm'] = 'mp3'
     stream_format: Literal['audio', 'sse'] = 'audio'
     sample_rate: Literal[_RATES] = _RATE
@@ -74,25 +74,25 @@ class SpeechBody(pydantic.BaseModel, extra='allow'):
     top_p: float | None = pydantic.Field(None, ge=0, le=1)
     repetition_penalty: float | None = pydantic.Field(None, ge=1, le=20)
     _tokens: int = 0   # of the text
-    _recording: object = None   # a temporary file, if the voice came with the request
+    _recording: object = None   # temporary file of an uploaded voice
 
     @pydantic.model_validator(mode='before')
     @classmethod
     def _plain(cls, given):
         if not isinstance(given, dict): return given
-        given = {k: v for k, v in given.items() if v is not None}   # null: as if the field were not there
+        given = {k: v for k, v in given.items() if v is not None}   # null: as if missing
         if isinstance(voice := given.get('voice'), dict): given['voice'] = voice.get('id')
         return given
 
     def sampling(self) -> dict:
-        "The settings of sampling that a client gives."
+        "The client's sampling settings."
         names = {'seed', 'temperature', 'top_k', 'top_p', 'repetition_penalty'}
         return self.model_dump(include=names, exclude_none=True)
 
 def _fault_text(
     fault: dict,   # of a `ValidationError`
 ) -> str:
-    "What is wrong with a field; for a number with its range."
+    "The error of a field; for a number with its range."
     name = '.'.join(map(str, fault['loc'])) or 'body'
     field = SpeechBody.model_fields.get(name)
     bounds = {bound: getattr(m, bound) for m in field.metadata for bound in ('ge', 'le')
@@ -103,13 +103,13 @@ def _fault_text(
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0007
 class ServiceError(Exception):
-    "A refusal, as a client gets it."
+    "An error response to the client."
     def __init__(self,
         status: int,
         message: str,
-        param: str | None = None,   # the field that is wrong
+        param: str | None = None,   # the invalid field
         code: str | None = None,
-        **headers: str,             # of the answer, - written as _
+        **headers: str,             # of the response, - written as _
     ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
@@ -122,8 +122,8 @@ def _error_answer(error: ServiceError) -> JSONResponse:
                                    'code': error.code}}, error.status, error.headers)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e000a
-_BODY_BYTES, _FORM_BYTES = 2**20, 2**24   # a minute of uncompressed stereo fits into a form
-_REQUEST_SECONDS = 15.   # for the head of a request, and for its body
+_BODY_BYTES, _FORM_BYTES = 2**20, 2**24   # a form fits a minute of uncompressed stereo
+_REQUEST_SECONDS = 15.   # for a request's head, and for its body
 
 def _is_form(headers: Headers) -> bool: return _media_type(headers) == 'multipart/form-data'
 
@@ -131,7 +131,7 @@ def _media_type(headers: Headers) -> str:
     return headers.get('content-type', '').partition(';')[0].strip().lower()
 
 async def _body_parts(request: Request, most: int) -> AsyncIterator[bytes]:
-    "The body as it comes; raises `ServiceError` for more than `most` bytes."
+    "Stream the body; raises `ServiceError` beyond `most` bytes."
     too_large = ServiceError(413, f'The body is larger than {most} bytes.', code='request_too_large',
                              Connection='close')
     if int(request.headers.get('content-length', 0)) > most: raise too_large
@@ -140,7 +140,7 @@ async def _body_parts(request: Request, most: int) -> AsyncIterator[bytes]:
         yield part
 
 async def _read_request(request: Request) -> SpeechBody:
-    "The checked body; raises `ServiceError`."
+    "Read and validate the body; raises `ServiceError`."
     try:
         async with asyncio.timeout(_REQUEST_SECONDS):
             if _is_form(request.headers): given, recording = await _read_form(request)
@@ -161,9 +161,9 @@ def _valid(check, given) -> SpeechBody:
         raise ServiceError(400, _fault_text(first), where, first['type']) from None
 
 # %% ../../nbs/speech/serve.ipynb #f0a70002
-async def _read_form(request: Request) -> tuple[dict, object]:   # fields, and the file of the recording
-    "A form; its recording is in a temporary file until its voice is known."
-    if 'charset=' in request.headers['content-type'].lower().replace('charset=utf-8', ''):   # some take long
+async def _read_form(request: Request) -> tuple[dict, object]:   # fields, and the recording's file
+    "Read a form; its recording stays in a temporary file until it is encoded."
+    if 'charset=' in request.headers['content-type'].lower().replace('charset=utf-8', ''):   # some are slow
         raise ServiceError(415, 'Send a form in UTF-8, without another charset.', Connection='close')
     parts = _body_parts(request, _FORM_BYTES)
     try: form = await MultiPartParser(request.headers, parts, max_files=1, max_fields=40).parse()
@@ -188,7 +188,7 @@ _FORMATS = {   # media type; container, codec and bit/s for FFmpeg
     'wav': ('audio/wav', 'wav', 'pcm_s16le', None), 'pcm': ('audio/pcm', 's16le', 'pcm_s16le', None)}
 
 class _Stream:
-    "A file for FFmpeg that is sent while it is written, so nobody can seek in it."
+    "An output file for FFmpeg that is sent while written, so it cannot seek."
     def __init__(self): self.fresh = bytearray()
 
     def write(self, data) -> int:
@@ -202,12 +202,12 @@ class _Stream:
 
 # %% ../../nbs/speech/serve.ipynb #5e7e000d
 class Encoder:
-    "Waveforms in, bytes of a format out."
+    "Encodes waveforms as bytes of a format."
     def __init__(self,
         kind: str,             # of `_FORMATS`
         rate: int,             # of the waveforms, Hz
-        out: int = _RATE,       # of the sound that is sent
-        whole: bool = False,   # all bytes come at the end, and the header tells the length
+        out: int = _RATE,       # of the output
+        whole: bool = False,   # all bytes at the end, with the length in the header
     ):
         _, container, codec, bits = _FORMATS[kind]
         options = {'fflags': '+bitexact', 'flush_packets': '1'}
@@ -226,7 +226,7 @@ class Encoder:
         return self.file.take() if isinstance(self.file, _Stream) else b''
 
     def end(self) -> bytes:
-        "What comes after the last waveform."
+        "Flush the encoder."
         self.container.mux(self.track.encode(None))
         self.container.close()
         return self.file.take() if isinstance(self.file, _Stream) else self.file.getvalue()
@@ -234,7 +234,7 @@ class Encoder:
 # %% ../../nbs/speech/serve.ipynb #5e7e000f
 @cache
 def _sound_formats(rate: int = _RATE) -> list[str]:
-    "The formats that FFmpeg can write here at a rate."
+    "The formats that the local FFmpeg can write at a rate."
     def works(kind):
         with suppress(av.FFmpegError, ValueError):
             encoder = Encoder(kind, rate, rate)
@@ -243,31 +243,31 @@ def _sound_formats(rate: int = _RATE) -> list[str]:
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0012
 class VoiceFolder:
-    "Called, it gives the voices of a folder; files are read again when they change."
+    "A callable that returns the voices of a folder; rereads changed files."
     def __init__(self,
         folder: str | Path,
         load,              # path -> `Voice`; raises `UserError`
-        report=print,      # called with a line about each file that is left out
+        report=print,      # called with a line per skipped file
     ):
         self.folder, self.load, self.report = Path(folder), load, report
-        self._known, self._lock = {}, threading.Lock()   # path -> what tells its versions apart, its voice
+        self._known, self._lock = {}, threading.Lock()   # path -> version stamp, voice
         if not self.folder.is_dir():
             raise UserError(f'{folder}: there is no such folder of voices; make one with xtts-nb voices add.')
 
-    def _read(self, path: Path) -> tuple:   # what tells its versions apart, its voice or None
-        "A file, from memory if it has not changed."
+    def _read(self, path: Path) -> tuple:   # version stamp, voice or None
+        "Read a file, from memory if unchanged."
         file = path.stat()
         version = file.st_mtime_ns, file.st_size, file.st_ino
         if path in self._known and self._known[path][0] == version: return self._known[path]
         try:
-            path.name.encode()   # a name of other bytes can be asked for by nobody
+            path.name.encode()   # no client can request a name of other bytes
             return version, self.load(path)
         except (UserError, UnicodeError) as error:
             self.report(str(error))
             return version, None
 
     def __call__(self) -> dict:   # name -> voice
-        with self._lock:   # one thread reads what changed, the others wait for it
+        with self._lock:   # one thread reads changes, the others wait
             found = {}
             for path in sorted(self.folder.glob('*.safetensors')):
                 with suppress(OSError): found[path] = self._read(path)   # removed meanwhile
@@ -275,10 +275,10 @@ class VoiceFolder:
         return {path.stem: voice for path, (_, voice) in found.items() if voice is not None}
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0015
-disable_created_metrics()   # no time of creation next to each counter
+disable_created_metrics()   # no creation time per counter
 
 class _Metrics:
-    "What the service counts."
+    "The service's counters."
     EDGES = 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60   # s
 
     def __init__(self, engine):   # an `Engine`
@@ -293,39 +293,39 @@ class _Metrics:
         Gauge('rows_busy', 'Rows in use.', **here).set_function(lambda: engine.busy)
 
     def statuses(self) -> dict[int, int]:
-        "How many requests ended with each status."
+        "Number of requests per status."
         samples = (s for metric in self.requests.collect() for s in metric.samples)
         return {int(s.labels['status']): int(s.value) for s in samples if s.name.endswith('_total')}
 
     def text(self) -> str:
-        "All numbers in the text format of Prometheus."
+        "All metrics in Prometheus text format."
         text = generate_latest(self.registry).decode()
         return re.sub(r'\.0(?="|$)', '', text, flags=re.MULTILINE)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0017
-_AHEAD = 2   # pieces of a request in the engine
-_MIXED = 8   # voices between which one voice may be
+_AHEAD = 2   # pieces per request in the engine
+_MIXED = 8   # most voices in a blend
 
 def _refuse_empty(key: str | None):
-    "Raises `UserError` for a key that protects nothing."
+    "Raise `UserError` for an empty key."
     if key is not None and not key.strip():
         raise UserError('The key is empty; give one, or none to accept any client.')
 
 class SpeechService:
-    "Requests in, sound out; runs in one event loop."
+    "The speech service; runs in one event loop."
     def __init__(self,
         engine,                         # an `Engine`
         voices,                         # () -> {name: `Voice`}, as a `VoiceFolder`
-        queue: int = 64,                # requests that may wait for a row
+        queue: int = 64,                # most requests waiting for a row
         max_characters: int = 4096,     # of a text
-        language: str | None = None,    # of requests that name none, or auto; default: en, or the first
-        key: str | None = None,         # that clients must send; none: any is accepted
-        wait: float = 30.,              # seconds until a request must have a row
+        language: str | None = None,    # default of requests, or auto; default: en, else the first
+        key: str | None = None,         # that clients must send; None: no key
+        wait: float = 30.,              # longest wait for a row, seconds
         aliases: dict | None = None,    # other names of voices
-        origins: tuple = (),            # of web pages that may speak here; *: all
-        hosts: tuple = (),              # names of this service, besides those of a local network
-        private_lists: bool = False,    # ask for the key for the lists of voices and models too
-        say_as=str,                     # a text -> as it is said, as of `long.say_as`
+        origins: tuple = (),            # allowed web origins; *: all
+        hosts: tuple = (),              # allowed host names, in addition to local ones
+        private_lists: bool = False,    # require the key for lists of voices and models too
+        say_as=str,                     # text -> spoken form, from `long.say_as`
     ):
         _refuse_empty(key)
         self.engine, self.voices, self.queue, self.max_characters = engine, voices, queue, max_characters
@@ -336,26 +336,26 @@ class SpeechService:
         self.key, self.wait, self.metrics = key and key.strip(), wait, _Metrics(engine)
         self.aliases, self.origins, self.hosts = aliases or {}, tuple(origins), {*hosts}
         self.private_lists, self.say_as = private_lists, say_as
-        self.ignored = set()   # names of fields without effect
-        self.forms, self.listening = 0, anyio.CapacityLimiter(1)   # forms that arrive; recordings at once
+        self.ignored = set()   # names of ignored fields
+        self.forms, self.listening = 0, anyio.CapacityLimiter(1)   # forms, recordings in progress
         self.rows, self.formats = len(engine.rows.streams), _sound_formats()
-        self.open, self.ends = 0, None   # requests under way; when the last must have ended, after SIGTERM
-        self.used = time.monotonic()     # when the last one ended
+        self.open, self.ends = 0, None   # open requests; their deadline after SIGTERM
+        self.used = time.monotonic()     # end of the last request
         self.threads = anyio.CapacityLimiter(self.rows + queue)
-        self.restarts = self.whole = 0   # of the engine; requests spoken to their end since the last one
+        self.restarts = self.whole = 0   # of the engine; completed requests since the last restart
 
     @property
     def state(self) -> str:
-        "Whether it can speak now."
+        "Whether the service can speak now."
         if self.ends: return 'ending'
         return 'failed' if self.engine.failed else 'stalled' if self.engine.overdue else 'ok'
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0a17
 @patch
 def check_key(self: SpeechService,
-    given: bytes,   # the header Authorization
+    given: bytes,   # the Authorization header
 ):
-    "Raises `ServiceError` unless it holds the key."
+    "Raise `ServiceError` unless the header holds the key."
     scheme, _, rest = given.strip().partition(b' ')
     given = rest.strip() if scheme.lower() == b'bearer' else given.strip()
     if self.key and not secrets.compare_digest(given, self.key.encode()):
@@ -364,7 +364,7 @@ def check_key(self: SpeechService,
 
 @patch
 def check_sender(self: SpeechService, method: str, headers: Headers):
-    "Without a key: raises `ServiceError` for what a page of another site makes a browser send."
+    "Without a key: raise `ServiceError` for cross-site browser requests."
     if self.key: return
     host, origin = headers.get('host', ''), headers.get('origin')
     if not _is_local(name := re.sub(r':\d*$', '', host.lower())) and name not in self.hosts:
@@ -381,14 +381,14 @@ def check_sender(self: SpeechService, method: str, headers: Headers):
         raise ServiceError(403, f'Pages of {origin[:80]} may not speak here; allow them by --cors.')
 
 def _is_local(host: str) -> bool:
-    "Whether a name is an address, or one that nobody can register on the internet and lead here."
+    "Whether a host is an IP address or a name that cannot be registered in public DNS."
     with suppress(ValueError): return bool(ipaddress.ip_address(host.strip('[]')))
     return '.' not in host or host.endswith(('.localhost', '.local', '.internal', '.lan', '.home.arpa'))
 
 # %% ../../nbs/speech/serve.ipynb #8e188c9a
 @patch
 def fresh_fields(self: SpeechService, wanted: SpeechBody) -> list[str]:
-    "Fields that have no effect, the first time that they come; at most 100 names are remembered."
+    "Ignored fields seen for the first time; remembers at most 100 names."
     fresh = {ascii(name)[1:-1][:40] for name in wanted.model_extra} - self.ignored
     if len(self.ignored) > 100: return []
     self.ignored |= fresh
@@ -396,7 +396,7 @@ def fresh_fields(self: SpeechService, wanted: SpeechBody) -> list[str]:
 
 @patch
 def admit(self: SpeechService):
-    "Raises `ServiceError` if there is no place for another request."
+    "Raise `ServiceError` if the queue is full."
     if self.ends: raise ServiceError(503, 'The service is shutting down.', Retry_After='10')
     if self.open >= self.rows + self.queue:
         raise ServiceError(429, f'{self.open} texts are spoken or wait already; try again later.',
@@ -404,13 +404,13 @@ def admit(self: SpeechService):
 
 @patch
 def later(self: SpeechService) -> str:   # seconds, as text
-    "When it makes sense to try again: a second for each round of the rows."
+    "Retry-After: a second per round of the rows."
     return str(1 + max(0, self.open - self.rows) // self.rows)
 
 @patch
 @contextmanager
 def place(self: SpeechService):
-    "One of the places, held while a request is under way; raises `ServiceError` if there is none."
+    "Context manager: holds a queue slot during a request; raises `ServiceError` if none is free."
     self.admit()
     self.open += 1
     try: yield
@@ -419,7 +419,7 @@ def place(self: SpeechService):
 @patch
 @contextmanager
 def arrival(self: SpeechService):
-    "While a form arrives: as many at once as there are rows, since they fill the disk."
+    "Context manager for receiving a form; allows one per row, since forms use disk space."
     if self.forms >= self.rows:
         raise ServiceError(429, f'{self.forms} uploads are already in progress; try again later.',
                            code='queue_full', Retry_After='1')
@@ -429,7 +429,7 @@ def arrival(self: SpeechService):
 
 @patch
 def revive(self: SpeechService) -> bool:
-    "Restart a failed engine; false if it has spoken nothing whole since the last time, or cannot start."
+    "Restart a failed engine; false if it completed no request since the last restart, or fails."
     if self.restarts and not self.whole: return False
     self.restarts, self.whole = self.restarts + 1, 0
     with suppress(Exception): self.engine.restart()
@@ -438,7 +438,7 @@ def revive(self: SpeechService) -> bool:
 # %% ../../nbs/speech/serve.ipynb #5e7e0a18
 @patch
 def voice_named(self: SpeechService, name: str):
-    "A voice of the folder, or the mean of some, `a+b`; OpenAI's are those that are there, in turn."
+    "A voice of the folder, or a blend `a+b`; OpenAI's names map to the folder's voices in turn."
     from xtts_nb.speech.voices import _mean_voice
     voices, name = self.voices(), self.aliases.get(name, name)
     def one(name):
@@ -450,11 +450,11 @@ def voice_named(self: SpeechService, name: str):
     if name in voices or len(parts := name.split('+', _MIXED - 1)) == 1: return one(name)
     return _mean_voice([one(part.strip()) for part in parts], [1 / len(parts)] * len(parts))
 
-_VOICE_SECONDS = 60.   # of a recording; what follows is not read
+_VOICE_SECONDS = 60.   # of a recording; the rest is not read
 
 @patch
 def voice_of(self: SpeechService, file: str):
-    "The voice of a recording that came with a request; raises `ServiceError`."
+    "The voice of an uploaded recording; raises `ServiceError`."
     speaker = self.engine.speaker
     rate = speaker.xtts.config.model.audio.sample_rate
     try:
@@ -469,7 +469,7 @@ def voice_of(self: SpeechService, file: str):
 
 @patch
 async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(piece, whether it streams)]
-    "Everything that can be wrong with a request; raises `ServiceError`."
+    "Validate a request; raises `ServiceError`."
     from xtts_nb.speech.guard import SHORT_TOKENS
     from xtts_nb.speech.long import _text_pieces
     if len(wanted.input) > self.max_characters:
@@ -498,10 +498,10 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
 # %% ../../nbs/speech/serve.ipynb #5e7e0019
 @patch
 def _submit(self: SpeechService, live: deque, rest: deque, wanted: SpeechBody, voice, heard=None):
-    "Move the next pieces into the engine; those behind one that streams come when it sounds."
+    "Submit the next pieces to the engine; those after a streaming piece wait for its first sound."
     from xtts_nb.speech.guard import RETRIES
     while rest and len(live) < _AHEAD and (heard is not None or not live or not live[0][-1]):
-        continues = heard if heard is not None else time.monotonic() if live else None   # none: the first one
+        continues = heard if heard is not None else time.monotonic() if live else None   # None: first piece
         (piece, streams), seed = rest.popleft()
         sampling = self.engine.speaker.sampling._replace(**wanted.sampling() | {'seed': seed})
         request = self.engine.submit(piece.text, piece.language, voice, sampling, wanted.speed,
@@ -509,7 +509,7 @@ def _submit(self: SpeechService, live: deque, rest: deque, wanted: SpeechBody, v
         live.append((request, piece, streams))
 
 def _sound_step(sounds, writer: Encoder, pause: int) -> tuple:   # samples or None, bytes
-    "In a thread: the next sound of a piece; after the last one `pause` samples of silence, and None."
+    "In a thread: a piece's next sound; after the last, `pause` samples of silence and None."
     wav = next(sounds, None)
     if wav is None: return None, writer.write(np.zeros(pause, np.float32))
     return len(wav), writer.write(wav)
@@ -519,11 +519,11 @@ def _sound_step(sounds, writer: Encoder, pause: int) -> tuple:   # samples or No
 async def sound(self: SpeechService,
     wanted: SpeechBody,
     voice,
-    rest: deque,      # of the pieces as of `check`, each with its seed
-    notes: dict,      # `began`, when the request came; gets `first`, the seconds until the first sound
-    more=None,        # async: waits for a piece in `rest`; false where none comes any more
+    rest: deque,      # of pieces from `check`, each with its seed
+    notes: dict,      # `began`: time of the request; receives `first`: seconds to first sound
+    more=None,        # async: waits for a piece in `rest`; false at the end
 ) -> AsyncIterator[bytes]:
-    "The sound of a request; what is raised before the first bytes can still become a status."
+    "Stream the sound of a request; an error before the first bytes can still become a status."
     rate, live, began = self.engine.sample_rate, deque(), notes['began']
     speed, kind = wanted.speed or self.engine.speaker.speech.speed, wanted.response_format
     known = not more and len(rest) < 2 and not any(streams for (_, streams), _ in rest)
@@ -534,7 +534,7 @@ async def sound(self: SpeechService,
         nonlocal overdue
         if overdue := not utterance.started: utterance.cancel()
 
-    def heard() -> float:   # when the client has played what it has
+    def heard() -> float:   # when the client has played all it received
         return began + notes['first'] + sent / rate if sent else time.monotonic()
 
     try:
@@ -542,7 +542,7 @@ async def sound(self: SpeechService,
             self._submit(live, rest, wanted, voice, heard() if sent else None)
             if not live:
                 if not (more and await more()): break
-                if not sent: began = time.monotonic()   # nothing could be said before
+                if not sent: began = time.monotonic()   # no speech before
                 continue
             if not (sent or timer):
                 left = began + self.wait - time.monotonic()
@@ -566,7 +566,7 @@ async def sound(self: SpeechService,
             self.metrics.codes.inc(utterance.codes)
             notes['codes'] = notes.get('codes', 0) + int(utterance.codes)
         self.whole += 1
-        silence = b'' if sent else writer.write(np.zeros(rate // 4, np.float32))   # nothing was to be said
+        silence = b'' if sent else writer.write(np.zeros(rate // 4, np.float32))   # no speech
         yield silence + await run_sync(writer.end)
     finally:
         if timer: timer.cancel()
@@ -576,7 +576,7 @@ async def sound(self: SpeechService,
             self.metrics.codes.inc(utterance.codes)
 
 async def _events(sounds: AsyncIterator[bytes], wanted: SpeechBody, notes: dict) -> AsyncIterator[bytes]:
-    "Sound as the server-sent events of OpenAI."
+    "Sound as OpenAI's server-sent events."
     def event(kind, **fields):
         return f'data: {json.dumps({"type": f"speech.audio.{kind}"} | fields)}\n\n'.encode()
 
@@ -588,7 +588,7 @@ async def _events(sounds: AsyncIterator[bytes], wanted: SpeechBody, notes: dict)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e001b
 class _SoundAnswer(StreamingResponse):
-    "Starts with the first bytes; closes its generator however it ends."
+    "A response that starts with the first bytes and always closes its generator."
     async def stream_response(self, send):
         sounds = self.body_iterator
         try:
@@ -602,17 +602,17 @@ class _SoundAnswer(StreamingResponse):
 
 # %% ../../nbs/speech/serve.ipynb #63f50e83
 _TEXT_STREAM = '/v1/text-to-speech/{voice}/stream-input'
-_OUTPUT = re.compile(r'([a-z\d]+)_(\d+)(?:_\d+)?')   # format, rate in Hz; the rate in kbit/s has no effect
-_QUIET_SECONDS = 20., 180.   # without a message, after which a stream ends: as a rule, and at most
-_PIECES = 32                 # that may wait; then the text of the client waits
-_CLAUSE_LETTERS = 12         # a shorter clause is spoken with what follows
+_OUTPUT = re.compile(r'([a-z\d]+)_(\d+)(?:_\d+)?')   # format, rate in Hz; the rate in kbit/s is ignored
+_QUIET_SECONDS = 20., 180.   # idle time after which a stream ends: default, maximum
+_PIECES = 32                 # most queued pieces; then the client's text waits
+_CLAUSE_LETTERS = 12         # shorter clauses are joined with the next
 
 def _whole_part(
     text: str,        # so far
     language: str,
-    soon: bool,       # a clause is enough
+    soon: bool,       # allow a clause
 ) -> int:             # characters
-    "How much of a growing text can be spoken."
+    "The length of a growing text that can be spoken now."
     _, found = break_places(text, language.split('-')[0])
     letters = lambda i: sum(map(str.isalnum, text[:i]))
     return max((i for i, (rank, _) in found.items() if i < len(text) and (
@@ -620,19 +620,19 @@ def _whole_part(
 
 # %% ../../nbs/speech/serve.ipynb #0f1a6fb5
 class _TextStream:
-    "The text of a WebSocket, as pieces for `SpeechService.sound`."
+    "A WebSocket's text as pieces for `SpeechService.sound`."
     def __init__(self, service: SpeechService, socket: WebSocket, wanted: SpeechBody):
         from xtts_nb.speech.generate import piece_seeds
         self.service, self.socket, self.wanted = service, socket, wanted
         self.rest, self.came, self.order = deque(), asyncio.Event(), asyncio.Lock()
-        self.text, self.ended, self.hungry = '', False, True   # hungry: the listener has nothing to hear
+        self.text, self.ended, self.hungry = '', False, True   # hungry: the listener has no sound left
         self.seeds = piece_seeds(wanted.seed)
         quiet, most = _QUIET_SECONDS
         try: self.quiet = min(most, max(1., float(socket.query_params.get('inactivity_timeout', quiet))))
         except ValueError: self.quiet = quiet
 
     async def listen(self):
-        "Until the text ends; raises `ServiceError`."
+        "Read until the text ends; raises `ServiceError`."
         text, notes = ' ', self.socket.scope['notes']
         while text:
             while len(self.rest) > _PIECES: await asyncio.sleep(.1)
@@ -656,8 +656,8 @@ class _TextStream:
             'input': '', 'speed': given}).speed
 
     async def divide(self, whole: bool = False):
-        "Make pieces of what can be spoken."
-        async with self.order:   # checks take their time, and pieces stay in order
+        "Split speakable text into pieces."
+        async with self.order:   # keeps pieces in order during slow checks
             language = self.wanted.language or self.service.language
             whole = whole or len(self.text) > self.service.max_characters // 2   # no sentence is as long
             at = len(self.text) if whole else _whole_part(self.text, language, self.hungry)
@@ -679,9 +679,9 @@ class _TextStream:
 
 # %% ../../nbs/speech/serve.ipynb #d2ce849e
 def _stream_body(voice: str, query) -> SpeechBody:
-    "What the address of a stream asks for; raises `ServiceError`."
+    "The options in a stream's URL; raises `ServiceError`."
     kind = query.get('output_format', 'mp3_44100_128')
-    if not (parts := _OUTPUT.fullmatch(kind)) or parts[1] == 'flac':   # which is sent at its end
+    if not (parts := _OUTPUT.fullmatch(kind)) or parts[1] == 'flac':   # flac is sent at the end
         raise ServiceError(400, f'output_format: expected one such as pcm_24000, got {kind[:40]}.',
                            'output_format')
     return _valid(SpeechBody.model_validate, {
@@ -689,7 +689,7 @@ def _stream_body(voice: str, query) -> SpeechBody:
         'language': query.get('language_code'), 'seed': query.get('seed')})
 
 async def _speak_stream(service: SpeechService, socket: WebSocket, voice: str):
-    "Speak the text of a WebSocket while it comes."
+    "Speak the text of a WebSocket as it arrives."
     notes = socket.scope['notes']
     await socket.accept()
     try:
@@ -716,9 +716,9 @@ async def _speak_stream(service: SpeechService, socket: WebSocket, voice: str):
 def _access_line(
     scope: dict,    # of the request
     status: int,
-    notes: dict,    # `began`, and what is known of `whole`, `first`, `characters`
+    notes: dict,    # `began`, and perhaps `whole`, `first`, `characters`
 ) -> str:
-    "Time, client, method, path, status, seconds; of speech also the first sound and the characters."
+    "Log line: time, client, method, path, status, seconds; for speech also first sound and size."
     client, path = (scope.get('client') or ('-',))[0], scope.get('raw_path') or scope['path'].encode()
     parts = [datetime.now().astimezone().isoformat(timespec='seconds'), ''.join(client.split())[:60] or '-',
              scope.get('method', 'WebSocket'), path.decode('ascii', 'backslashreplace')[:200], str(status),
@@ -730,11 +730,11 @@ def _access_line(
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0c1d
 _SPEECH = '/v1/audio/speech'
-_OPEN = '/', '/health', '/live', '/openapi.json'   # without a key
+_OPEN = '/', '/health', '/live', '/openapi.json'   # need no key
 _LISTS = '/v1/audio/voices', '/v1/audio/models', '/v1/models'
 
 class _Gate:
-    "Around the application: key and place before anything else, counters and a line of the log after it."
+    "Middleware: checks key and queue first; updates counters and the access log afterwards."
     def __init__(self, app, service: SpeechService, log):
         self.app, self.service, self.log = app, service, log
 
@@ -742,7 +742,7 @@ class _Gate:
         if scope['type'] == 'lifespan': return await self.app(scope, receive, send)
         path = scope['path'].rstrip('/') or '/'
         scope = scope | {'path': _SPEECH if path == f'{_SPEECH}/upload' else path}
-        notes, status = {'began': time.monotonic(), 'status': None}, 499   # the client went away before
+        notes, status = {'began': time.monotonic(), 'status': None}, 499   # client disconnected
         async def noted(message):
             opened = 101 if message['type'] == 'websocket.accept' else notes['status']
             notes['status'] = message.get('status', opened)
@@ -764,7 +764,7 @@ class _Gate:
         method, path, headers = scope.get('method', 'POST'), scope['path'], Headers(scope=scope)
         try:
             if path not in _OPEN and (self.service.private_lists or not path.startswith(_LISTS)):
-                key = headers.get('authorization') or headers.get('xi-api-key', '')   # the second: ElevenLabs
+                key = headers.get('authorization') or headers.get('xi-api-key', '')   # second: ElevenLabs
                 self.service.check_key(key.encode('latin-1'))
             self.service.check_sender(method, headers)
             if method == 'OPTIONS':
@@ -772,14 +772,14 @@ class _Gate:
             if (method, path) == ('POST', _SPEECH): self.service.admit()
             return await self.app(scope | ({'method': 'GET'} if method == 'HEAD' else {}), receive, send)
         except ServiceError as error: refusal = error
-        except asyncio.CancelledError:   # the time for the end is over
-            if scope['notes']['status']: return   # uvicorn closes the connection of half an answer
+        except asyncio.CancelledError:   # the grace period is over
+            if scope['notes']['status']: return   # uvicorn closes a partial response
             refusal = ServiceError(503, 'The service is shutting down.', Retry_After='10')
         await _error_answer(refusal)(scope, receive, send)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e001f
 def _refusal(error: Exception) -> ServiceError:
-    "The answer to an error."
+    "The response to an error."
     from xtts_nb.speech.stream import EngineClosed
     if isinstance(error, ServiceError): return error
     if isinstance(error, EngineClosed):
@@ -791,7 +791,7 @@ def _refusal(error: Exception) -> ServiceError:
     return ServiceError(500, 'The service failed; its log says how.')
 
 def _handle_errors(app: FastAPI):
-    "Answer each error in OpenAI's form."
+    "Return errors in OpenAI's format."
     async def answer(request, error): return _error_answer(_refusal(error))
     for kind in (ServiceError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)
@@ -799,15 +799,15 @@ def _handle_errors(app: FastAPI):
 # %% ../../nbs/speech/serve.ipynb #5e7e001e
 _MODELS = {name: {'id': name, 'object': 'model', 'created': 0, 'owned_by': 'xtts_nb'}   # as OpenAI lists them
            for name in ('xtts', 'tts-1', 'tts-1-hd', 'gpt-4o-mini-tts')}
-_DEAD_SECONDS = 60.   # that a call of TensorFlow may be overdue
+_DEAD_SECONDS = 60.   # a TensorFlow call may be overdue
 _POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
            "media-src blob:; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 
 def _speech_app(
     service: SpeechService,
-    log=None,     # called with a line for each request
+    log=None,     # called with a line per request
 ) -> FastAPI:
-    "The routes of a service."
+    "The routes of the service."
     from xtts_nb.speech.generate import piece_seeds
     app = FastAPI(title='xtts_nb', docs_url=None, redoc_url=None, redirect_slashes=False)
     page = (files('xtts_nb.speech') / 'page.html').read_text(encoding='utf-8')
@@ -866,7 +866,7 @@ def _speech_app(
         status = service.state
         return JSONResponse({'status': status}, 200 if status == 'ok' else 503)
 
-    @app.get('/live')     # whether a new process would do no better
+    @app.get('/live')     # fails if only a restart can help
     async def live():
         overdue = service.engine.overdue
         return JSONResponse({'overdue': round(overdue, 1)}, 200 if overdue < _DEAD_SECONDS else 503)
@@ -878,7 +878,7 @@ def _speech_app(
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0025
 class _Connection(H11Protocol):
-    "A connection of uvicorn that is not kept for a client that leaves it idle."
+    "A uvicorn connection that closes when the client is idle."
     def __init__(self, *, most: int, request_seconds: float, **settings):
         super().__init__(**settings)
         self.most, self.request_seconds = most, request_seconds
@@ -892,7 +892,7 @@ class _Connection(H11Protocol):
         self.late = self.loop.call_later(self.request_seconds, transport.abort)
         if len(self.connections) > self.most:
             idle = (c for c in self.connections if getattr(c, 'idle', False) and not c.transport.is_closing())
-            min(idle, key=lambda c: c.opened).transport.abort()   # it may be this one
+            min(idle, key=lambda c: c.opened).transport.abort()   # perhaps this one
 
     def data_received(self, data):
         if self.idle and self.late is None:
@@ -904,7 +904,7 @@ class _Connection(H11Protocol):
         self.late = self._cancel(self.late)
         super().handle_websocket_upgrade(event)
 
-    def send_400_response(self, msg: str):   # no answer may be under way
+    def send_400_response(self, msg: str):   # only without an open response
         if self.cycle and self.cycle.response_started and not self.idle: return self.transport.abort()
         answer = _error_answer(ServiceError(400, msg, Connection='close'))
         head = [b'HTTP/1.1 400 Bad Request', *(b': '.join(pair) for pair in answer.raw_headers), b'', b'']
@@ -919,7 +919,7 @@ class _Connection(H11Protocol):
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0027
 class _Server(uvicorn.Server):
-    "Ends when the last request has ended."
+    "Ends with the last open request."
     def __init__(self, config: uvicorn.Config, service: SpeechService, grace: float, idle: float):
         super().__init__(config)
         self.service, self.grace, self.idle = service, grace, idle
@@ -942,16 +942,16 @@ class _Server(uvicorn.Server):
 def serve(
     service: SpeechService,
     host: str = '127.0.0.1',
-    port: int | socket.socket = 8000,        # 0: a free one; or a socket that listens
-    grace: float = 30.,                      # seconds for the requests under way, after SIGTERM
+    port: int | socket.socket = 8000,        # 0: a free one; or a listening socket
+    grace: float = 30.,                      # seconds for open requests after SIGTERM
     connections: int = 1000,
-    request_seconds: float = _REQUEST_SECONDS,  # until a connection must have sent a request
-    stall_seconds: float = 30.,              # that a client may take nothing of what was sent
-    idle: float = np.inf,                    # seconds without a request for speech, after which it ends
+    request_seconds: float = _REQUEST_SECONDS,  # in which a connection must send a request
+    stall_seconds: float = 30.,              # in which a client may read nothing
+    idle: float = np.inf,                    # ends after these seconds without a speech request
     ready=print,                             # called with the address
-    log=print,                               # called with a line for each request, and a warning
+    log=print,                               # called with a line per request, and a warning
 ):
-    "Answer requests until SIGTERM or Ctrl-C; raises `RuntimeError` if the engine fails."
+    "Serve requests until SIGTERM or Ctrl-C; raises `RuntimeError` if the engine fails."
     listener = _listener(host, port) if isinstance(port, int) else port
     if hasattr(socket, 'TCP_USER_TIMEOUT'):   # Linux; connections inherit it
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * stall_seconds))

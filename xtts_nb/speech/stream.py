@@ -36,23 +36,23 @@ from .long import speak_long, _spoken_pieces
 # %% ../../nbs/speech/stream.ipynb #57e00006
 def _stretched_count(
     count: int,       # states so far
-    scales: tuple,    # as of `stretch`, one after the other
-    ended: bool,      # whether no more states come
+    scales: tuple,    # as for `stretch`, applied in order
+    ended: bool,      # no more states follow
 ) -> int:
-    "How many frames are final after `count` states."
+    "Number of frames that are final after `count` states."
     for scale in scales:
         count = max(1, int(count * scale)) if ended else max(0, int((count - 0.5) * scale - 0.5))
     return count
 
 def _stretched_frames(
-    states: np.ndarray,   # (S, D), the states from number `first_state`
+    states: np.ndarray,   # (S, D), from index `first_state`
     scales: tuple,
-    first: int,           # number of the first frame
-    last: int,            # of the one after the last
+    first: int,           # index of the first frame
+    last: int,            # index after the last one
     first_state: int = 0,
-    count: int | None = None,   # states in all; none: more are to come
+    count: int | None = None,   # total states; None: more follow
 ) -> np.ndarray:          # (last - first, D)
-    "The frames that `stretch` gives for the whole text, computed for a part of it."
+    "The frames of `stretch` on the whole text, computed for a part."
     counts = [_stretched_count(count, scales[:i], True) if count else np.inf for i in range(len(scales))]
 
     def at(places, level):
@@ -66,26 +66,26 @@ def _stretched_frames(
 
 # %% ../../nbs/speech/stream.ipynb #57e00009
 def _receptive_frames(cfg: DecoderConfig) -> int:
-    "Frames on each side that a sample of the decoder depends on, rounded up."
+    "The decoder's receptive field per side, in frames, rounded up."
     reach, rate = 3., 1                     # the first layer has 7 taps
     for up, kernel in zip(cfg.rates, cfg.up_kernels):
         reach += kernel / up / 2 / rate + 1 / rate
         rate *= up
         reach += max(sum((k - 1) // 2 * (d + 1) for d in cfg.dilations) for k in cfg.residual_kernels) / rate
-    return int(np.ceil(reach + 3 / rate))   # and so has the last
+    return int(np.ceil(reach + 3 / rate))   # as does the last
 
 # %% ../../nbs/speech/stream.ipynb #57e0000a
 class _SoundStream:
-    "States in, sound out, in pieces; together they are the sound of all states."
+    "Decodes states to sound piece by piece; joined, the pieces equal the sound of all states."
     def __init__(self,
         speaker: Speaker,
         voice: Voice,
-        speed: float = 1.,   # 2 is twice as fast, at the same pitch
+        speed: float = 1.,   # 2: twice as fast, at the same pitch
     ):
         self.speaker, self.voice = speaker, voice
-        self.codes, self.made, self.speed = [], 0, speed   # `made`: codes, also those not fed yet
+        self.codes, self.made, self.speed = [], 0, speed   # `made`: codes, also those not yet fed
         self.states = np.zeros((0, speaker.xtts.config.model.gpt.hidden_dim), np.float32)
-        self.count = self.first_state = self.sent = 0   # states in all, of them forgotten; frames sent
+        self.count = self.first_state = self.sent = 0   # states seen, states dropped, frames sent
         self.scales = () if speed == 1 else (1 / speed,)
         if not speaker.decoder: return
         cfg = speaker.xtts.config.model.decoder
@@ -94,10 +94,10 @@ class _SoundStream:
 
     def feed(self,
         codes: np.ndarray,    # (N,) without STOP
-        states: np.ndarray,   # (N, D), or one more for STOP
+        states: np.ndarray,   # (N, D), or N + 1 with STOP
         last: bool,
-    ) -> np.ndarray:          # (samples,) float32, may be empty
-        "The sound that these states complete."
+    ) -> np.ndarray:          # (samples,) float32, perhaps empty
+        "The sound that these states make final."
         self.codes.append(codes)
         if not self.speaker.decoder: return self._whole() if last else np.zeros(0, np.float32)
         self.count += len(states)
@@ -115,8 +115,8 @@ class _SoundStream:
         return faded(wav, self.speaker.sample_rate).numpy() if last else wav
 
     def _whole(self) -> np.ndarray:
-        "All sound at once, for a model without HiFi-GAN: Griffin-Lim needs the whole mel."
-        codes = np.concatenate([*self.codes, [0]])[None].astype(np.int32)   # one more, if STOP came first
+        "All sound at once, for a model without HiFi-GAN, since Griffin-Lim needs the whole mel."
+        codes = np.concatenate([*self.codes, [0]])[None].astype(np.int32)   # one extra if STOP came first
         return self.speaker._mel_sound(self.speaker._mels(codes, [codes.shape[1] - 1], self.speed)[0]).numpy()
 
 # %% ../../nbs/speech/stream.ipynb #57e0000e
@@ -125,7 +125,7 @@ def _free_rows(
     rows: int,
     positions: int,   # of the ring, L
 ) -> dict:
-    "The state of the loop while no row has a text."
+    "The loop's state without texts."
     return _fresh_rows(gpt, rows, Sampling(limit=0).tensors(rows, 0)) | {
         'slot': tf.constant(0), 'hidden': tf.zeros((rows, 1, gpt.cfg.hidden_dim), gpt.compute_dtype),
         'visible': tf.zeros([rows], tf.int32), 'cache': _empty_cache(gpt, rows, positions)}
@@ -136,7 +136,7 @@ def _admit_row(
     row,          # () int32, a free one
     begun: dict,  # of one text, from `begin_rows`
 ) -> dict:
-    "Give the row to a text."
+    "Assign the row to a text."
     (shared, rows), (_, new) = map(_by_row, (state, begun))
     L, N = state['cache'][0][0].shape[2], begun['cache'][0][0].shape[2]
     ring = lambda x: tf.roll(tf.pad(x, [[0, 0], [0, 0], [L - N, 0], [0, 0]]), state['slot'] + 1, 2)
@@ -146,25 +146,25 @@ def _admit_row(
     return shared | tf.nest.map_structure(put, rows, new) | {'cache': cache}
 
 def _by_row(state: dict) -> tuple[dict, dict]:
-    "What all rows share, and what each row has of its own in addition to keys and values."
+    "Split the state into shared and per-row values, without keys and values."
     shared = 'slot', 'cache'
     return ({name: x for name, x in state.items() if name in shared},
             {name: x for name, x in state.items() if name not in shared})
 
 # %% ../../nbs/speech/stream.ipynb #57e00011
 class SpeechRows:
-    "The compiled loop of a speaker with several rows; each row speaks a text of its own."
+    "A speaker's compiled loop with several rows, each with its own text."
     def __init__(self,
         speaker: Speaker,
         rows: int = 1,
-        chunk: int = 16,                         # most codes between two looks of the host
-        widths: tuple[int, ...] = (64, 128),     # padded lengths of texts; the longest is added
-        rings: tuple[int, ...] = (512,),         # places of the ring; what the longest text needs is added
+        chunk: int = 16,                         # most codes between host synchronisations
+        widths: tuple[int, ...] = (64, 128),     # padded text lengths; the longest is added
+        rings: tuple[int, ...] = (512,),         # ring sizes; the one for the longest text is added
     ):
         gpt, cfg = speaker.gpt, speaker.xtts.config.model.gpt
         self.speaker, self.gpt, self.chunk = speaker, gpt, chunk
         self.widths = *(w for w in sorted(widths) if w < cfg.max_text_tokens), cfg.max_text_tokens
-        self.fixed = cfg.prompt_latents + 3      # positions of a prefix in addition to its text
+        self.fixed = cfg.prompt_latents + 3      # prefix positions besides its text
         most = self.fixed + cfg.max_text_tokens + speaker.max_codes
         self.rings = *(n for n in sorted(rings) if n < most), most
         how = {'jit_compile': True, 'autograph': False}
@@ -176,13 +176,13 @@ class SpeechRows:
     def clear(self, rows: int):
         "Free all rows."
         self.state, self.streams = _free_rows(self.gpt, rows, self.rings[0]), [None] * rows
-        self.needed, self.limits = [0] * rows, [0] * rows   # positions of the prefix; codes at most
+        self.needed, self.limits = [0] * rows, [0] * rows   # prefix positions; most codes
 
     @property
     def free(self) -> list[int]: return [i for i, stream in enumerate(self.streams) if stream is None]
 
     def fit(self, places: int):
-        "Make the ring long enough; without a text in any row, no longer than that."
+        "Grow the ring to `places`; also shrink it if all rows are free."
         now, size = self.state['cache'][0][0].shape[2], next(n for n in self.rings if n >= places)
         if size > now: self.state = longer_ring(self.state, size - now)
         elif size < now and not any(self.streams): self.state = _free_rows(self.gpt, len(self.streams), size)
@@ -192,10 +192,10 @@ class SpeechRows:
 def admit(self: SpeechRows,
     ids: list[int],   # of the text
     voice: Voice,
-    sampling: Sampling | None = None,   # default: the settings of the speaker
+    sampling: Sampling | None = None,   # default: the speaker's settings
     speed: float = 1.,
 ) -> int:             # the row
-    "Give a free row to a text."
+    "Assign a free row to a text."
     row, width = self.free[0], next(w for w in self.widths if w >= len(ids))
     settings = (sampling or self.speaker.sampling).tensors(1, self.speaker.max_codes)
     begun = self._prefix(tf.constant(pad_ids([ids], width)), tf.constant([len(ids)]), voice.prompt[None],
@@ -209,9 +209,9 @@ def admit(self: SpeechRows,
 # %% ../../nbs/speech/stream.ipynb #57e00012
 @patch
 def advance(self: SpeechRows,
-    limit: int | None = None,   # codes at most; default: `chunk`
-) -> dict[int, tuple[Callable, bool]]:   # {row: (makes its samples (N,), ended)}
-    "The next codes of the rows with a text, to be made sound in order; a row that has ended is free."
+    limit: int | None = None,   # most codes; default: `chunk`
+) -> dict[int, tuple[Callable, bool]]:   # {row: (function -> samples (N,), ended)}
+    "Generate the next codes of active rows; decode them in order. Ended rows become free."
     limit, spoken = min(limit or self.chunk, self.chunk), {}
     places = [n + min(stream.made + limit, most)
               for n, most, stream in zip(self.needed, self.limits, self.streams) if stream]
@@ -222,7 +222,7 @@ def advance(self: SpeechRows,
         if stream is None: continue
         stops = np.flatnonzero(codes[row, :limit] == self.gpt.code_stop)
         n = stops[0] if len(stops) else limit
-        stopped = len(stops) > 0 and stream.made + n < self.limits[row]   # its state sounds too
+        stopped = len(stops) > 0 and stream.made + n < self.limits[row]   # decode its state too
         stream.made += n
         ended = bool(done[row])
         spoken[row] = partial(stream.feed, codes[row, :n], states[row, :n + stopped].copy(), ended), ended
@@ -234,11 +234,11 @@ def advance(self: SpeechRows,
 def sounds(self: SpeechRows,
     ids: list[int],    # of the text
     voice: Voice,
-    sampling: Sampling | None = None,   # default: the settings of the speaker
+    sampling: Sampling | None = None,   # default: the speaker's settings
     speed: float = 1.,
     first: int = 8,    # codes before the first sound
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
-    "The sound of one text, while no other row has one."
+    "Stream the sound of one text; no other row may be active."
     row, limit, ended = self.admit(ids, voice, sampling, speed), first, False
     mine = self.streams[row]
     while not ended:
@@ -250,14 +250,14 @@ def sounds(self: SpeechRows,
 
 @patch
 def release(self: SpeechRows, row: int):
-    "Free a row whose text is no longer wanted."
+    "Free the row of a cancelled text."
     self.streams[row] = None
     self.state['done'] = tf.tensor_scatter_nd_update(self.state['done'], [[row]], [True])
 
 # %% ../../nbs/speech/stream.ipynb #57e0ab13
 @patch
 def compile(self: SpeechRows, voice: Voice):
-    "Compile the loop for every text and every ring."
+    "Compile the loop for every text length and ring size."
     settings = self.speaker.sampling.tensors(1, 1)
     for size in self.rings:
         state = _free_rows(self.gpt, len(self.streams), size)
@@ -272,15 +272,15 @@ def compile(self: SpeechRows, voice: Voice):
 def stream(self: Speaker,
     text: str,
     language: str,
-    reference,         # as `listen` takes it
+    reference,         # as for `listen`
     seed: int | None = 0,   # none: random
     first: int = 8,    # codes before the first sound
-    chunk: int = 16,   # codes between two sounds
+    chunk: int = 16,   # codes between pieces
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
-    "The sound of `Speaker.__call__` in pieces, each as soon as its codes are made."
+    "Stream the sound of `Speaker.__call__`, each piece as soon as its codes exist."
     ids, voice = self._ids(text, language), self.listen(reference)
     if getattr(self, 'rows', None) is None or self.rows.chunk != chunk: self.rows = SpeechRows(self, 1, chunk)
-    if not self.rows.free: self.rows.release(0)   # of a stream that was not read to its end
+    if not self.rows.free: self.rows.release(0)   # from a stream that was not exhausted
     yield from self.rows.sounds(ids, voice, self._seeded(seed, 1), self.speech.speed, first)
 
 # %% ../../nbs/speech/stream.ipynb #57e0aa02
@@ -291,13 +291,13 @@ def stream_text(
     reference,           # as `Speaker.listen` takes it
     seed: int | None = 0,   # none: random
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
-    "A text as a stream of sound; raises `UserError` at once for a text that cannot be spoken."
-    soon = not speaker.decoder   # else the first piece sounds after a few codes, however long it is
+    "Stream a text of any length; raises `UserError` early if it cannot be spoken."
+    soon = not speaker.decoder   # a decoder sounds after a few codes anyway
     pieces, tokens = _spoken_pieces(speaker, text, language, soon)
     return _stream_pieces(speaker, [p for p, n in zip(pieces, tokens) if n], speaker.listen(reference), seed)
 
 def _stream_pieces(speaker, pieces, voice, seed) -> Iterator[np.ndarray]:
-    "The sound of each piece, and the pauses between them."
+    "Yield the sound of the pieces, with pauses between them."
     pause = 0.   # s
     for piece, own in zip(pieces, piece_seeds(seed)):
         if pause: yield np.zeros(round(pause * speaker.sample_rate), np.float32)
@@ -308,9 +308,9 @@ def write_stream(
     sounds: Iterator[np.ndarray],   # (N,) float32 each
     rate: int,
     out,                    # a binary file
-    header: bool = True,    # begin with a WAV header
+    header: bool = True,    # write a WAV header first
 ) -> float:                 # seconds of sound
-    "Write each piece of sound when it is there; ends early if nobody reads any more."
+    "Write each piece of sound as it arrives; ends early if the reader is gone."
     samples = 0
     with suppress(BrokenPipeError):
         if header: out.write(_wav_header(rate))
@@ -324,7 +324,7 @@ def write_stream(
 _HEAD = 80   # bytes of the header
 
 def _key(speaker: Speaker, voice: Voice, *given) -> str:
-    "A fingerprint of what the sound of a text depends on."
+    "A fingerprint of everything that determines the sound of a text."
     xtts = speaker.xtts
     if xtts.source:
         file = (xtts.source / 'model.safetensors').resolve()
@@ -336,7 +336,7 @@ def _key(speaker: Speaker, voice: Voice, *given) -> str:
     return fingerprint(given, model, settings, *parts)
 
 def _check_replaceable(path: str | Path):
-    "Raise `UserError` for a file that `speak_file` has not written."
+    "Raise `UserError` for a file not written by `speak_file`."
     path = _real_place(path)
     if not os.path.exists(path): return
     if not path.is_file(): raise UserError(f'{path}: is not a regular file; choose another name.')
@@ -346,8 +346,8 @@ def _check_replaceable(path: str | Path):
         raise UserError(f'{path}: is there already, and was not written by xtts-nb say; choose another name, '
                         'or move it away.')
 
-def _written(part: Path, journal: Path, mark: dict) -> list[dict]:   # of each piece
-    "What an earlier process has written; raises `UserError` for files that it did not write."
+def _written(part: Path, journal: Path, mark: dict) -> list[dict]:   # one per piece
+    "The pieces written by an earlier process; raises `UserError` for other files."
     lines = journal.read_text(encoding='utf-8').split('\n')[:-1] if journal.is_file() else []
     if not lines and not part.exists(): return []
     try: first, *rows = map(json.loads, lines)
@@ -363,13 +363,13 @@ def speak_file(
     text: str,
     language: str,          # or auto: detected for each sentence
     reference,              # as `Speaker.listen` takes it
-    path: str | Path,       # of the WAV file; an older one of `say` is replaced at the end
+    path: str | Path,       # WAV file; an older one of `say` is replaced at the end
     seed: int = 0,
-    rows: int = 8,          # pieces in a batch
+    rows: int = 8,          # pieces per batch
     progress=None,          # called with (done, total) pieces
-    log=None,               # called with a line when a file is continued, or left unfinished
-) -> tuple[float, list[dict]]:   # seconds, and the reports with number and text of their piece
-    "Write a text of any length as it is spoken, or continue what a killed process has written of it."
+    log=None,               # called with a line if a file is continued or left unfinished
+) -> tuple[float, list[dict]]:   # seconds, and reports with index and text
+    "Write a text of any length to a file as it is spoken, or continue a killed process's file."
     path, log = _real_place(path), log or (lambda line: None)
     _check_replaceable(path)
     voice = speaker.listen(reference)
@@ -393,7 +393,7 @@ def speak_file(
     return (done[-1]['end'] - _HEAD) / 2 / speaker.sample_rate, report
 
 def _write_pieces(part: Path, journal: Path, mark: dict, done: list, spoken: Iterator, rate: int):
-    "Append each piece, and its line when the sound is on the disk."
+    "Append each piece, then its journal line once the sound is on disk."
     if not journal.stat().st_size: append_line(journal, json.dumps(mark))
     with open(part, 'r+b' if part.exists() else 'w+b') as file:
         file.write(_wav_header(rate, wide=True))
@@ -410,7 +410,7 @@ def _write_pieces(part: Path, journal: Path, mark: dict, done: list, spoken: Ite
         _flush(file)
 
 def _settle(part: Path, path: Path):
-    "Move a whole file to its name; if something else has come there meanwhile, next to it."
+    "Move the complete file to `path`, or next to it if another file has appeared there."
     try: _check_replaceable(path)
     except UserError as e:
         names = (path.with_name(f'{path.stem}-{n}{path.suffix}') for n in count(2))
@@ -428,33 +428,33 @@ def _flush(file):
 
 # %% ../../nbs/speech/stream.ipynb #57e00017
 class EngineClosed(UserError):
-    "The engine has ended, or failed, before this utterance was complete."
+    "The engine ended or failed before this utterance was complete."
 
 class _SpeechRequest:
-    "A text that an engine speaks; iterate over it to make its sound, in the thread that iterates."
-    report = ()   # of the guard, as of `_GuardedRequest`
+    "A text in an engine; iterating over it decodes its sound in the iterating thread."
+    report = ()   # of the guard, as in `_GuardedRequest`
 
     def __init__(self,
         ids: list[int],
         voice: Voice,
         sampling: Sampling,
         speed: float,
-        making: Callable,            # due -> a context in which sound is made
-        due: float,                  # when it is wanted, on the monotonic clock
+        making: Callable,            # due -> context manager for decoding
+        due: float,                  # deadline, monotonic clock
     ):
         self.ids, self.voice, self.sampling, self.speed, self._making = ids, voice, sampling, speed, making
         self.due, self.stream, self.cancelled = due, None, False
-        self.started = False   # it has left the queue
+        self.started = False   # has left the queue
         self._parts = queue.SimpleQueue()
 
     @property
     def codes(self) -> int: return self.stream.made if self.stream else 0   # so far
 
-    def parts(self) -> Iterator[Callable]:   # each makes a part of the sound, as of `SpeechRows.advance`
-        "What is spoken, as it comes."
+    def parts(self) -> Iterator[Callable]:   # each decodes a part, from `SpeechRows.advance`
+        "Yield the parts as they are generated."
         while (make := self._parts.get()) is not None and not self.cancelled:
             if isinstance(make, BaseException):
-                self._parts.put(make)   # for who iterates again
+                self._parts.put(make)   # for another iteration
                 raise make
             yield make
         self._parts.put(None)
@@ -465,19 +465,19 @@ class _SpeechRequest:
             if len(wav): yield wav
 
     def cancel(self):
-        "Give it up; its row is freed at the next chunk."
+        "Cancel; frees the row at the next chunk."
         self.cancelled = True
         self._parts.put(None)
 
 # %% ../../nbs/speech/stream.ipynb #57e0001e
 class _GuardedRequest:
-    "A text that is inspected and spoken again before it sounds; used as a `_SpeechRequest`."
+    "A `_SpeechRequest` that is checked, and retried if faulty, before it sounds."
     def __init__(self,
         submit,             # sampling -> `_SpeechRequest`
         speaker: Speaker,
         text: str,
         language: str,
-        retries: int,       # other attempts at most
+        retries: int,       # most retries
         sampling: Sampling,
     ):
         self.submit, self.speaker, self.text, self.language = submit, speaker, text, language
@@ -497,7 +497,7 @@ class _GuardedRequest:
 # %% ../../nbs/speech/stream.ipynb #57e0001f
 @patch
 def _attempt(self: _GuardedRequest) -> tuple | None:   # codes, states, number to keep, faults
-    "What the present request has spoken, when it is complete; none if it was cancelled."
+    "The current request's speech once complete; None if cancelled."
     made = [make.args[:2] for make in self.request.parts()]
     if self.cancelled or not made: return None
     codes, states = map(np.concatenate, zip(*made))
@@ -521,45 +521,45 @@ def __iter__(self: _GuardedRequest) -> Iterator[np.ndarray]:   # samples (N,) fl
     if len(wav): yield wav
 
 # %% ../../nbs/speech/stream.ipynb #aab80fb5
-_PATIENCE = 10.        # s that a listener hears nothing before the next piece goes before new texts
+_PATIENCE = 10.        # s; a listener's silence after which the next piece precedes new texts
 
 def _admissible(
-    dues: list[float],   # of the texts that wait, in order
+    dues: list[float],   # of waiting texts, in order
     free: int,           # rows
     rows: int,           # in all
 ) -> int:
-    "How many texts get a row now: one row of eight stays free while all listeners still have sound."
-    soon = sum(due < time.monotonic() + _PATIENCE for due in dues)   # new, or their listeners hear nothing
+    "Number of texts to admit; one row in eight stays free while no listener runs out of sound."
+    soon = sum(due < time.monotonic() + _PATIENCE for due in dues)   # new, or listener without sound
     return min(free, max(soon, min(len(dues), free - rows // 8)))
 
 # %% ../../nbs/speech/stream.ipynb #57e00018
-_CALL_SECONDS = {'round': 2., 'sound': 5.}   # that a call may take, or ten times what the last one took
+_CALL_SECONDS = {'round': 2., 'sound': 5.}   # time limit of a call, or ten times the last one
 
 class Engine:
-    "Speaks texts of many callers in the rows of one batch, in a thread of its own."
+    "Speaks the texts of many callers as rows of one batch, in a separate thread."
     def __init__(self, speaker: Speaker, rows: int = 8, chunk: int = 16, widths: tuple[int, ...] = (64, 128)):
         self.speaker, self.sample_rate = speaker, speaker.sample_rate
         self.rows, self._waiting, self._speaking = SpeechRows(speaker, rows, chunk, widths), [], {}
         self._changed, self._turn = threading.Condition(), threading.Condition()
-        self._makers, self._sounding = [], 0   # who wait to make sound; how many do
+        self._makers, self._sounding = [], 0   # waiting and active decoders
         self._start()
 
     def _start(self):
-        self._closed, self.failed = False, None   # why the thread has ended by itself
-        self._calls, self._took = {}, dict.fromkeys(_CALL_SECONDS, 0.)   # when each should return; last times
-        self._begun = []                          # texts that got a row in it
+        self._closed, self.failed = False, None   # error that ended the thread
+        self._calls, self._took = {}, dict.fromkeys(_CALL_SECONDS, 0.)   # deadline per call; last durations
+        self._begun = []                          # texts admitted in it
         self._thread = threading.Thread(target=self._run, name='speech', daemon=True)
         self._thread.start()
 
     @property
-    def waiting(self) -> int: return len(self._waiting)   # texts without a row
+    def waiting(self) -> int: return len(self._waiting)   # texts in the queue
 
     @property
     def busy(self) -> int: return len(self._speaking)   # rows in use
 
     @contextmanager
     def _call(self, kind: str):   # of `_CALL_SECONDS`
-        "A call of TensorFlow, which nobody can interrupt."
+        "Context manager around a TensorFlow call, which cannot be interrupted."
         began, me = time.monotonic(), object()
         self._calls[me] = began + max(_CALL_SECONDS[kind], 10 * self._took[kind])
         try: yield
@@ -568,7 +568,7 @@ class Engine:
 
     @contextmanager
     def _making(self, due: float):
-        "As many at once as there are cores; the text that is due first goes first."
+        "Context manager for decoding: one per core, earliest deadline first."
         with self._turn:
             self._makers.append(me := [due])
             self._turn.wait_for(lambda: self._sounding < cores() and me is min(self._makers))
@@ -583,26 +583,26 @@ class Engine:
                 self._turn.notify_all()
 
     @property
-    def calls(self) -> int: return len(self._calls)   # of TensorFlow, under way
+    def calls(self) -> int: return len(self._calls)   # running TensorFlow calls
 
     @property
     def overdue(self) -> float:
-        "Seconds since a call should have returned: the device hangs, or something compiles."
+        "Seconds by which a call is overdue: the device hangs, or a program compiles."
         return max(0., time.monotonic() - min(tuple(self._calls.values()), default=np.inf))
 
-    def warm_up(self, voice: Voice | None = None):   # default: one of zeros, of the same shapes
-        "Compile everything before the first caller waits for it."
+    def warm_up(self, voice: Voice | None = None):   # default: zeros
+        "Compile everything before the first request."
         model = self.speaker.xtts.config.model
         if voice is None:
             prompt = tf.zeros((model.gpt.prompt_latents, model.gpt.hidden_dim))
             voice = Voice(prompt, tf.zeros([model.speaker.width]))
         self.rows.compile(voice)
-        for n in 8, 9:   # two lengths of sound: then TensorFlow traces for any
+        for n in 8, 9:   # after two lengths TensorFlow traces for any
             states = np.zeros((n, voice.prompt.shape[1]), np.float32)
             _SoundStream(self.speaker, voice).feed(np.zeros(n, np.int32), states, True)
 
     def close(self):
-        "End the thread after the present chunk, if that ends; what is not complete raises `EngineClosed`."
+        "End the thread after the current chunk; incomplete texts raise `EngineClosed`."
         with self._changed:
             self._closed, self.failed = True, None
             self._changed.notify()
@@ -611,7 +611,7 @@ class Engine:
             self._end(EngineClosed('A call of TensorFlow hangs; start another process.'))
 
     def restart(self):
-        "Start again after a failure, with free rows; what is compiled is kept."
+        "Restart after a failure, with free rows; keeps compiled functions."
         if self.failed is None: raise UserError('The engine has not failed; only a failed one is restarted.')
         self._thread.join()
         self.rows.clear(len(self.rows.streams))
@@ -623,12 +623,12 @@ def submit(self: Engine,
     text: str,
     language: str,
     voice: Voice,
-    sampling: Sampling | None = None,   # default: the settings of the speaker, and a random seed
-    speed: float | None = None,         # default: that of the speaker
-    continues: float | None = None,     # a later piece: when its listener will have heard all before
-    retries: int | None = None,         # guard it, with this many other attempts; none: stream it
+    sampling: Sampling | None = None,   # default: the speaker's settings, and a random seed
+    speed: float | None = None,         # default: the speaker's
+    continues: float | None = None,     # later piece: when its listener has heard the previous ones
+    retries: int | None = None,         # guarded, with this many retries; None: streamed
 ) -> _SpeechRequest | _GuardedRequest:
-    "Queue a text of one piece; raises `UserError` if the model cannot say it."
+    "Queue a text of one piece; raises `UserError` if the model cannot speak it."
     if sampling is None: sampling = self.speaker._seeded(None, 1)
     if sampling.limit is not None and sampling.limit < 1:
         raise UserError(f'limit: expected at least 1 code, got {sampling.limit}.')
@@ -653,7 +653,7 @@ def _queue(self: Engine, text, language, voice, sampling, speed, due) -> _Speech
 # %% ../../nbs/speech/stream.ipynb #57e00019
 @patch
 def _run(self: Engine):
-    "The thread: admit, advance, hand on, until closed."
+    "The thread's loop: admit, advance, hand on, until closed."
     failure = EngineClosed('The engine was closed before the text was complete; submit it to another.')
     try:
         while (admitted := self._next()) is not None:
@@ -661,12 +661,12 @@ def _run(self: Engine):
                 self._admit(admitted)
                 spoken = self.rows.advance()
             self._hand_on(spoken)
-    except BaseException as error: failure = self.failed = error   # no caller waits for a thread that is gone
+    except BaseException as error: failure = self.failed = error   # do not let callers wait forever
     self._end(failure)
 
 @patch
 def _end(self: Engine, failure: BaseException):
-    "No text is spoken any more; those that wait raise `failure`."
+    "Stop; waiting texts raise `failure`."
     with self._changed:
         self._closed = True
         for text in (*self._speaking.values(), *self._begun, *self._waiting): text._parts.put(failure)
@@ -675,7 +675,7 @@ def _end(self: Engine, failure: BaseException):
 
 @patch
 def _next(self: Engine) -> list[_SpeechRequest] | None:
-    "Wait for a text; those that get a free row, or none after `close`."
+    "Wait for texts; returns those to admit, or None after `close`."
     with self._changed:
         self._changed.wait_for(lambda: self._closed or self._waiting or self._speaking)
         if self._closed: return None
@@ -691,17 +691,17 @@ def _next(self: Engine) -> list[_SpeechRequest] | None:
 
 @patch
 def _admit(self: Engine, texts: list[_SpeechRequest]):
-    "Give each a row."
+    "Assign a row to each."
     for u in texts:
         try: row = self.rows.admit(u.ids, u.voice, u.sampling, u.speed)
-        except Exception as error:   # of this text alone
+        except Exception as error:   # of this text only
             u._parts.put(error)
             continue
         self._speaking[row], u.stream = u, self.rows.streams[row]
 
 @patch
 def _hand_on(self: Engine, spoken: dict):
-    "Give each utterance what makes its sound."
+    "Give each utterance its decoding function."
     for row, (make, ended) in spoken.items():
         utterance = self._speaking[row]
         utterance._parts.put(make)

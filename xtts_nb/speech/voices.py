@@ -22,15 +22,15 @@ from ..config import UserError
 from ..files import check_recording, fingerprint, inside, named_weights, save_weights
 
 class Voice(NamedTuple):
-    "A voice as a model takes it, as arrays or tensors."
+    "A voice for a model, as arrays or tensors."
     prompt: Any    # (P, D)
-    vector: Any    # (width,), or None where there is no speaker encoder
+    vector: Any    # (width,), or None without a speaker encoder
 
 # %% ../../nbs/speech/voices.ipynb #7e1c0007
 def voice_model(
     xtts,     # of `XTTS`
 ) -> str:     # 16 hex digits
-    "A fingerprint of what turns a recording into a voice: both encoders and the constants of the mel."
+    "A fingerprint of what makes a voice of a recording: both encoders and the mel constants."
     parts = named_weights(xtts.gpt.conditioning) | {'mel_stats': xtts.gpt.mel_stats}
     if xtts.hifigan: parts |= named_weights(xtts.hifigan[1], 'speaker/')
     read = lambda v: np.asarray(v.numpy(), 'bfloat16').tobytes()
@@ -43,23 +43,23 @@ def _save_voice(
     path: str | Path,
     voice: Voice,
     model: str,               # of `voice_model`
-    made_from: list[dict],    # {name, seconds} of each recording, or {name, weight} of each blended voice
+    made_from: list[dict],    # {name, seconds} per recording, or {name, weight} per blended voice
 ):
-    "Write a voice, whole or not at all."
+    "Write a voice atomically."
     parts = {name: np.asarray(x, np.float32) for name, x in voice._asdict().items() if x is not None}
     save_weights(path, parts, format=_VOICE_FORMAT, name=Path(path).stem, model=model,
                  made_from=json.dumps(made_from, ensure_ascii=False))
 
 # %% ../../nbs/speech/voices.ipynb #7e1c000c
 _VOICE_PARTS = {'prompt': 2, 'vector': 1}   # name -> dimensions
-_VOICE_BYTES = 2**26   # more is not a voice: the released model's has 133 kB
+_VOICE_BYTES = 2**26   # upper limit; the released model's have 133 kB
 
 def _voice_file(path: Path) -> tuple[dict, dict]:   # header, and {name: {dtype, shape, data}}
-    "A file of weights, read at once: a file that is mapped kills the process if somebody shortens it."
+    "Read a file of weights without mapping: truncating a mapped file kills the process."
     try:
         with path.open('rb') as file: data = file.read(_VOICE_BYTES + 1)
         if len(data) > _VOICE_BYTES: raise UserError(f'{path}: is too large for a voice.')
-        parts = dict(sorted(safetensors.deserialize(data)))   # its order is any
+        parts = dict(sorted(safetensors.deserialize(data)))   # its order varies
         return json.loads(data[8:8 + int.from_bytes(data[:8], 'little')]).get('__metadata__') or {}, parts
     except (OSError, safetensors.SafetensorError) as e:
         raise UserError(f'{path}: not readable as a voice ({e}); add the voice again.') from None
@@ -67,7 +67,7 @@ def _voice_file(path: Path) -> tuple[dict, dict]:   # header, and {name: {dtype,
 def _read_voice(
     path: str | Path,
 ) -> tuple[Voice, dict]:   # the voice, and {name, seconds, prompt, vector, model, made_from}
-    "A voice and its description; raises `UserError` for a file that holds no sound voice."
+    "Read a voice and its description; raises `UserError` for an invalid file."
     path, parts = Path(path), {}
     header, found = _voice_file(path)
     if 'format' not in header or 'prompt' not in found or not {*found} <= {*_VOICE_PARTS}:
@@ -86,7 +86,7 @@ def _read_voice(
     return Voice(parts['prompt'], parts.get('vector')), _description(path, header, parts)
 
 def _description(path: Path, header: dict, parts: dict) -> dict:
-    "What a file says about its voice; raises `UserError` if its header is damaged."
+    "The file's description of its voice; raises `UserError` if its header is damaged."
     try:
         made_from = [{'name': str(m['name'])} | {k: float(m[k]) for k in ('seconds', 'weight') if k in m}
                      for m in json.loads(header['made_from'])]
@@ -100,10 +100,10 @@ def _description(path: Path, header: dict, parts: dict) -> dict:
 def load_voice(
     path: str | Path,
     xtts,                       # of `XTTS`
-    model: str | None = None,   # its `voice_model`, for who loads many voices
+    model: str | None = None,   # its `voice_model`, to load many voices faster
 ) -> Voice:
-    "A saved voice; raises `UserError` if it is damaged or was made by another model."
-    from keras.ops import convert_to_tensor   # who lists or removes voices needs no TensorFlow
+    "Load a saved voice; raises `UserError` if it is damaged or belongs to another model."
+    from keras.ops import convert_to_tensor   # listing and removing voices need no TensorFlow
     voice, about = _read_voice(path)
     cfg = xtts.config.model
     fitting = {'prompt': [cfg.gpt.prompt_latents, cfg.gpt.hidden_dim]}
@@ -121,7 +121,7 @@ def load_voice(
 _NO_NAME = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]|^[. ]|[. ]$|^$')
 
 def _check_is_voice(path: Path):
-    "Raise `UserError` for a file that was not written as a voice, by its header; the rest may be damaged."
+    "Raise `UserError` if the header is not that of a voice; the rest may be damaged."
     if not os.path.exists(path): return
     with suppress(OSError, ValueError, TypeError, KeyError), open(path, 'rb') as file:
         size = int.from_bytes(file.read(8), 'little')
@@ -132,9 +132,9 @@ def _check_is_voice(path: Path):
 def voice_path(
     folder: str | Path,
     name: str,
-    exists: bool | None = None,   # what is required of the file; None: a voice there may be replaced
+    exists: bool | None = None,   # whether it must exist; None: a voice may be replaced
 ) -> Path:
-    "The file of a voice; raises `UserError` if the name is none, or the file exists or not."
+    "The file of a voice; raises `UserError` for an invalid name, or if `exists` does not hold."
     if _NO_NAME.search(name) or len(name.encode()) > 200:
         raise UserError(f'{name[:80]!r} is not a valid voice name; use letters, digits, spaces, - and _.')
     path = inside(folder, f'{name}.safetensors')
@@ -148,7 +148,7 @@ def voice_path(
 
 def list_voices(
     folder: str | Path,
-) -> list[dict]:   # as `_read_voice` describes them, or {name, error}
+) -> list[dict]:   # descriptions as in `_read_voice`, or {name, error}
     "The voices of a folder, by name."
     if not Path(folder).is_dir():
         raise UserError(f'{folder}: there is no such folder of voices; make one with xtts-nb voices add.')
@@ -164,9 +164,9 @@ def add_voice(
     name: str,
     recordings: list,        # audio files, or samples (N,) at the model's rate
     speaker,                 # of `Speaker`
-    force: bool = False,     # replace a voice of that name
-) -> dict:                   # as `_read_voice` describes it
-    "Make a voice from recordings and save it; raises `UserError` if one is too short, silent or no sound."
+    force: bool = False,     # replace an existing voice
+) -> dict:                   # description as in `_read_voice`
+    "Make and save a voice from recordings; raises `UserError` for silent, short or invalid ones."
     path, audio = voice_path(folder, name, exists=None if force else False), speaker.xtts.config.model.audio
     wavs = speaker.read(recordings)
     voice = speaker.listen(wavs)
@@ -177,10 +177,10 @@ def add_voice(
 
 # %% ../../nbs/speech/voices.ipynb #75ab2e55
 def _studio_voices(
-    path: str | Path,   # of coqui-tts: name -> {gpt_cond_latent (1, P, D), speaker_embedding (1, width, 1)}
+    path: str | Path,   # coqui-tts: name -> {gpt_cond_latent (1, P, D), speaker_embedding (1, width, 1)}
     xtts,               # of `XTTS`
 ) -> dict[str, Voice]:
-    "The voices of one file; raises `UserError` for a file of another kind or of another model."
+    "The voices in a file; raises `UserError` for another kind of file or another model."
     from xtts_nb.models.convert import read_plain_pth   # imports TensorFlow
     found, model = read_plain_pth(path), xtts.config.model
     if not xtts.hifigan:
@@ -200,11 +200,11 @@ def _studio_voices(
 
 def _import_voices(
     folder: str | Path,
-    path: str | Path,      # as of `_studio_voices`
+    path: str | Path,      # as in `_studio_voices`
     xtts,                  # of `XTTS`
-    force: bool = False,   # replace voices of these names
-) -> list[dict]:           # as `_read_voice` describes them
-    "Save all voices of a file, or none."
+    force: bool = False,   # replace existing voices
+) -> list[dict]:           # descriptions as in `_read_voice`
+    "Save all voices of a file, or none on an error."
     voices = _studio_voices(path, xtts)
     paths = [voice_path(folder, name, exists=None if force else False) for name in voices]
     made_by, made_from = voice_model(xtts), [{'name': Path(path).name}]
@@ -213,17 +213,17 @@ def _import_voices(
 
 # %% ../../nbs/speech/voices.ipynb #7e1c0016
 def _mean_voice(voices: list[Voice], shares: list[float]) -> Voice:
-    "A voice between voices of one model; the shares sum to 1."
+    "The weighted mean of one model's voices; shares sum to 1."
     mean = lambda parts: None if parts[0] is None else sum(s * x for s, x in zip(shares, parts))
     return Voice(*map(mean, zip(*voices)))
 
 def blend_voices(
     folder: str | Path,
     name: str,                  # of the new voice
-    weights: dict[str, float],  # {name of a voice: weight}
+    weights: dict[str, float],  # {voice name: weight}
     force: bool = False,
-) -> dict:                      # as `_read_voice` describes it
-    "Save the weighted mean of voices; raises `UserError` for weights that give none or voices of two models."
+) -> dict:                      # description as in `_read_voice`
+    "Save the weighted mean of voices; `UserError` for invalid weights or voices of two models."
     path = voice_path(folder, name, exists=None if force else False)
     total = sum(weights.values())
     if not (weights and all(w >= 0 for w in weights.values()) and 0 < total < math.inf):
@@ -245,7 +245,7 @@ def remove_voice(folder: str | Path, name: str):
 
 # %% ../../nbs/speech/voices.ipynb #7e1c0019
 def _voice_files(given: list, folder: str | Path | None = None) -> list:   # as of `find_voice`
-    "The recordings, or the one file of a voice; raises `UserError` if one is not there."
+    "The recordings, or the file of one voice; raises `UserError` if one is missing."
     recorded = all(Path(g).suffix and Path(g).is_file() for g in given)   # no name in `folder`
     if (recorded or not folder) and not any(Path(g).suffix == '.safetensors' for g in given):
         for path in given: check_recording(path)
@@ -259,8 +259,8 @@ def find_voice(
     given: list,                        # recordings; or one file of a voice; or, with `folder`, one name
     xtts,                               # of `XTTS`
     folder: str | Path | None = None,   # of voices
-):   # what `Speaker.listen` takes
-    "What a user means by a voice; raises `UserError` if it is not there or does not fit the model."
+):   # as for `Speaker.listen`
+    "Resolve a voice argument; raises `UserError` if it is missing or does not fit the model."
     files = _voice_files(given, folder)
     saved = [path for path in files if Path(path).suffix == '.safetensors']
     return load_voice(saved[0], xtts) if saved else files

@@ -32,14 +32,14 @@ from .trainer import Trainer
 
 # %% ../../nbs/train/begin.ipynb #7f3fa53c
 class _Request(NamedTuple):
-    "What a training is asked to be: settings, and what they belong to."
+    "A training request: settings, run, cache and base model."
     settings: Resolved
-    facts: dict              # of the run that is resumed; empty for a new one
-    cache: Cache | None      # None: a corpus, which has no cache yet
+    facts: dict              # of the resumed run; empty for a new one
+    cache: Cache | None      # None: a corpus without a cache yet
     base: Path | None        # model to start from
 
 def _with_base(base, settings, initial, resumed: bool = False, chosen=None) -> XTTSConfig:
-    "The settings with the model of `base`, and what is trained of it; each request is kept or refused."
+    "The settings with `base`'s architecture and trained weights; raises `UserError` for conflicts."
     requested = config_diff(initial, settings)
     out = _base_config(base, settings)
     made = flat((initial if resumed else out).model_dump())
@@ -57,19 +57,19 @@ def _with_base(base, settings, initial, resumed: bool = False, chosen=None) -> X
     chosen = requested if chosen is None else chosen
     out = out.replace(training={'gpt': {k: v for k, v in usual.items() if f'training.gpt.{k}' not in chosen}})
     if not base: return out
-    # its decoder and its speech, but for what was requested
+    # base's decoder and speech settings, unless requested otherwise
     mine = {key: value for key, (_, value) in requested.items()
             if key.startswith(('speech.', 'training.decoder.'))}
     training = out.training.model_copy(update={'decoder': found.training.decoder})
     return out.model_copy(update={'speech': found.speech, 'training': training}).replace(**nested(mine))
 
 def _with_rates(resolved: Resolved, base, origin: str, file: str | None, resumed: bool, say) -> Resolved:
-    "The settings with the model to start from and the rates for what is trained of it, which are printed."
+    "The settings with the base model and its learning rates, which are printed."
     chosen = {key for key, name in resolved.came_from.items() if name != origin}
     of_file = {key for name in _RATE_KEYS if resolved.came_from[key := f'training.gpt.{name}'] == file}
     whole = all(key in chosen for key in resolved.came_from if key.startswith('training.gpt.'))
     if whole and len(of_file) == len(_RATE_KEYS) and usual_rates(resolved.config.training.gpt):
-        chosen -= of_file   # of a file that holds every key
+        chosen -= of_file   # from a file with every key
     config = _with_base(base, resolved.config, resolved.begun, resumed, chosen)
     what = f'finetune {config.training.gpt.finetune}' if base else 'new model'
     names = {'training.gpt': what} | dict.fromkeys(('model', 'speech', 'training.decoder'), str(base))
@@ -79,7 +79,7 @@ def _with_rates(resolved: Resolved, base, origin: str, file: str | None, resumed
     return found
 
 def _as_layer(config: str | Path | XTTSConfig | dict | None) -> dict:   # {name: {key: value}}
-    "Settings under the name of where they come from: of a file, whole, nested, or as {key: value}."
+    "Settings under the name of their source: a file, a config, nested, or {key: value}."
     if isinstance(config, str | Path): return {str(config): flat(read_settings(config))}
     if isinstance(config, XTTSConfig): config = config.model_dump()
     if not config: return {}
@@ -91,16 +91,16 @@ def settings_for(
     run: str | Path | None = None,
     model: str | Path | None = None,  # model to start from
     *,
-    preset: str | None = None,        # tiny or xtts_v2; default: as the run or the cache has it, else tiny
+    preset: str | None = None,        # tiny or xtts_v2; default: that of run or cache, else tiny
     config: str | Path | XTTSConfig | dict | None = None,   # file, settings, or {key: value}
     say: Callable = print,
-    **options,                        # by short name or key, as of `option_keys`
+    **options,                        # by short name or key, as in `option_keys`
 ) -> _Request:
-    "Resolve the settings of a training and where each value comes from; `UserError` for a refused one."
+    "Resolve a training's settings and the source of each value; `UserError` for an invalid one."
     run, data = run and Path(run), data and Path(data)
-    facts = run_facts(run) if run else {}   # refuses a folder that holds something else
+    facts = run_facts(run) if run else {}   # raises for a folder with other content
     folder = None if is_corpus(data) else data or facts.get('cache')
-    cache = Cache(folder, in_memory=False) if folder else None   # mapped until its budget is known
+    cache = Cache(folder, in_memory=False) if folder else None   # mapped until the budget is known
     if preset or not (facts or cache):
         begun, origin = XTTSConfig.preset(preset or 'tiny'), f'preset {preset or "tiny"}'
     elif facts: begun, origin = XTTSConfig.load(run / 'config.yaml'), str(run)
@@ -117,7 +117,7 @@ def settings_for(
     return _Request(resolved, facts, cache, base and Path(base))
 
 def _check_prepared(cache: Cache, begun: XTTSConfig, config: XTTSConfig, options: dict):
-    "Raise `UserError` for a changed setting that only the preparation of a cache uses."
+    "Raise `UserError` for a changed setting that only cache preparation uses."
     made, mode = cache.config.data, cache.manifest['mode']
     always = {'data.max_drop_rate': made.max_drop_rate, 'data.max_cache_gb': made.max_cache_gb,
               'data.preprocessing_mode': mode}
@@ -128,13 +128,13 @@ def _check_prepared(cache: Cache, begun: XTTSConfig, config: XTTSConfig, options
 
 # %% ../../nbs/train/begin.ipynb #c84479e0
 def _maker(devices: DevicePlan) -> tuple[Callable, int]:
-    "The function that makes a trainer, on one device or on several, and how many devices share a batch."
+    "The trainer factory, for one or several devices, and the number of devices per batch."
     if not in_cluster() and (len(devices.limits) < 2 or devices.data != devices.model): return new_run, 1
     from xtts_nb.train.distributed import _cluster_run
     return _cluster_run()
 
 def _one_or_all(make: Callable, replicas: int, config, cache, mixed: bool, say) -> tuple[Callable, int]:
-    "The same as `_maker`; one device where the training cannot use several of this machine."
+    "As `_maker`, but one device if the training cannot use several."
     if replicas == 1 or in_cluster(): return make, replicas
     from xtts_nb.train.distributed import _one_device_reason
     if reason := _one_device_reason(config, cache, mixed):
@@ -145,7 +145,7 @@ def _one_or_all(make: Callable, replicas: int, config, cache, mixed: bool, say) 
 
 def _feed(cache: Cache, config: XTTSConfig, devices: DevicePlan, on_device: bool, ring: int | None,
           say) -> dict:
-    "Where the batches of a runtime cache are made; empty if codes are prepared and no GPU was requested."
+    "Where a runtime cache's batches are made; empty for prepared codes without a requested GPU."
     if in_cluster() or ('codes' in cache.manifest['stored'] and not on_device): return {}
     feed = Feed(cache, config, devices, ring or RING)
     limits = [f'GPU {card}: {" and ".join(map(str, parts))} MiB.'
@@ -154,7 +154,7 @@ def _feed(cache: Cache, config: XTTSConfig, devices: DevicePlan, on_device: bool
     return {'feed': feed, 'device': devices.model}
 
 def _without_codes(config: XTTSConfig) -> XTTSConfig:
-    "Settings that leave the codes to a data GPU; raises `UserError` if they ask for prepared codes."
+    "Settings with codes made on a data GPU; raises `UserError` if they require prepared codes."
     if config.data.preprocessing_mode == 'precompute':
         raise UserError('data.preprocessing_mode precompute leaves nothing to do for a data GPU; use auto or '
                         'runtime, or leave `data_gpu` and related options out.')
@@ -163,7 +163,7 @@ def _without_codes(config: XTTSConfig) -> XTTSConfig:
 # %% ../../nbs/train/begin.ipynb #6d3fe577
 def _mix(mix, share: float | None, val: float, facts: dict, config, cache: Cache, fed: bool, say,
          tell) -> Mix | None:
-    "The older clips that are read as well, requested or of the run; None if there are none."
+    "The older clips to mix in, requested or from the run; None if there are none."
     known = 'mix' in facts
     if not (mix or known):
         if share is None: return None
@@ -178,27 +178,27 @@ def _mix(mix, share: float | None, val: float, facts: dict, config, cache: Cache
     out = facts['mix_held_out'] if known else held_out_share(old, val or 0.1)
     return Mix(old, out) if share is None else Mix(old, out, share)
 
-def _every(training, updates: int) -> int:   # updates: of the whole training
-    "Updates between two validations: ten of them, or with each checkpoint."
+def _every(training, updates: int) -> int:   # updates: total
+    "Updates between validations: a tenth of the training, at most those between checkpoints."
     return min(training.checkpoint_every, max(1, updates // 10))
 
 def with_validation(
     config: XTTSConfig,
     part: str,                   # gpt, dvae or decoder
-    val: float,                  # share that is held out
+    val: float,                  # held-out share
     steps: int | None = None,    # of the training; default: as configured
-    updates: int | None = None,  # in all, where epochs say how long
+    updates: int | None = None,  # total, if set by epochs
 ) -> XTTSConfig:
-    "Set the steps of a part's training, if given, and turn validation on if data are held out."
+    "Set the steps of a part's training, if given; enable validation if data are held out."
     if steps: config = config.replace(training={part: {'steps': steps}})
     training = getattr(config.training, part)
     if not val or training.validate_every: return config
     return config.replace(training={part: {'validate_every': _every(training, updates or training.steps)}})
 
 def _with_interval(config: XTTSConfig, begun: XTTSConfig | None, val, cache) -> XTTSConfig:
-    "Settings that validate, if clips are held out."   # begun: of the run, if the interval is its own
+    "Settings that validate, if clips are held out."   # begun: of the run, if it set the interval
     def updates(training):
-        epochs = training.epochs   # of about this many updates each
+        epochs = training.epochs   # about this many updates each
         return epochs * -(-len(cache) // config.data.batch_size) if epochs else training.steps
     every = lambda training: _every(training, updates(training))
     now, then = config.training.gpt, begun and begun.training.gpt
@@ -209,7 +209,7 @@ def _with_interval(config: XTTSConfig, begun: XTTSConfig | None, val, cache) -> 
 # %% ../../nbs/train/begin.ipynb #b5eeb5af
 def largest_batch(cache: Cache, config: XTTSConfig, base: Path | None = None,
                   mix: Mix | None = None) -> tuple:
-    "Return S and T of the largest bucket, and the ranges of the new tokens whose rows are trained."
+    "Return S and T of the largest bucket, and the ranges of new tokens whose rows are trained."
     tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
     caches = [cache, mix.cache] if mix else [cache]
     shapes = [BatchPlan(part, config.data).shapes[-1] for part in caches]
@@ -217,7 +217,7 @@ def largest_batch(cache: Cache, config: XTTSConfig, base: Path | None = None,
 
 def _fit_batch(config: XTTSConfig, largest: tuple, memory: int | None = None, say=print,
               tell=silent) -> tuple:
-    "Run `_find_batch_size` for `largest_batch` and print what it finds."
+    "Run `_find_batch_size` for `largest_batch` and print the result."
     found, tried = _find_batch_size(config, *largest, memory, partial(tell, 'try an update'))
     chosen = found.training.gpt
     again = ', each block computed again' if chosen.gradient_checkpointing else ''
@@ -227,7 +227,7 @@ def _fit_batch(config: XTTSConfig, largest: tuple, memory: int | None = None, sa
 
 def _in_memory(config, largest: tuple, fit: bool, devices: DevicePlan, replicas: int, say,
                tell) -> XTTSConfig:
-    "The settings, or some that fit into memory; each of `replicas` devices computes its share of a batch."
+    "Settings that fit into memory; each of `replicas` devices computes a share of a batch."
     if fit: config = _fit_batch(config, largest, None, say, tell)[0]
     codes, text, runs = largest
     rows = max(config.training.gpt.grad_accum_steps, config.data.batch_size // replicas)
@@ -236,7 +236,7 @@ def _in_memory(config, largest: tuple, fit: bool, devices: DevicePlan, replicas:
     return config
 
 def _check_fit(gpus: dict):
-    "Raise `UserError` if `fit_memory` would try updates on another device than the one that trains."
+    "Raise `UserError` if `fit_memory` would test another device than the one that trains."
     if gpus:
         raise UserError('`fit_memory` tries updates on the first GPU with all its memory; leave `data_gpu` '
                         'and related options out, or find the sizes first: '
@@ -258,11 +258,10 @@ def _known_run(run: str | Path | None, source, missing: str, fix: str) -> bool:
     raise UserError(f'{where}; {fix}.')
 
 def _free_run(name: str = 'train') -> Path:
-    "The first of train-1, train-2, ... that is free in the workspace."
+    "The first unused folder of train-1, train-2, ... in the workspace."
     runs = workspace().runs
     return next(run for n in count(1) if not (run := runs / f'{name}-{n}').exists())
 
-# of `plan_devices`
 _DEVICE_OPTIONS = 'data_gpu', 'model_gpu', 'enable_memory_isolation', 'data_gpu_memory', 'model_gpu_memory'
 
 def begin(
@@ -274,15 +273,15 @@ def begin(
     config: str | Path | XTTSConfig | dict | None = None,   # file, settings, or {key: value}
     val: float = 0.,                     # share of the sentences to hold out and validate on
     val_data: str | Path | None = None,  # cache or corpus to validate on instead
-    mix: str | Path | None = None,       # cache or corpus of older clips to read as well
-    mix_share: float | None = None,      # share of the updates that read these; default: 0.2
+    mix: str | Path | None = None,       # cache or corpus of older clips to mix in
+    mix_share: float | None = None,      # share of updates on these; default: 0.2
     buffer_size: int | None = None,      # batches of a runtime cache on the model GPU; default: 3
-    fit_memory: bool = False,            # first find out how many rows fit at once
+    fit_memory: bool = False,            # first find how many rows fit into memory
     say: Callable = partial(print, file=sys.stderr),   # receives each message
     tell: Callable = silent,             # receives progress: (stage, done, total, note)
-    **options,   # settings by short name (`steps`, `lr`, ...) or key; presets; `data_gpu=0` and related ones
+    **options,   # settings by short name (`steps`, `lr`, ...) or key; presets; device options
 ) -> Trainer:
-    "Make a trainer of the GPT on a cache, or resume a run; raises `UserError` for requests that do not fit."
+    "Make a trainer of the GPT on a cache, or resume a run; `UserError` for invalid requests."
     run = run and Path(run)
     _known_run(run, data, 'train: neither a cache nor a run is given',
               'name a cache with `data`, made by xtts-nb prepare CORPUS --out CACHE')
@@ -291,7 +290,7 @@ def begin(
     gpus = {name: options.pop(name) for name in _DEVICE_OPTIONS if options.get(name) is not None}
     if fit_memory: _check_fit(gpus)
     devices = _devices(gpus, one=bool(gpus or fit_memory or buffer_size or mix), say=say)
-    make, replicas = _maker(devices)   # first: a strategy is made before anything is computed
+    make, replicas = _maker(devices)   # first: a strategy must exist before any computation
     settings, facts, cache, base = settings_for(data, run, model, preset=preset, config=config, say=say,
                                                 **options)
     on_device, config = bool(gpus or buffer_size), settings.config
@@ -299,7 +298,7 @@ def begin(
     if on_device and not cache: config = _without_codes(config)
     if not cache: cache = Cache(prepare(data, config, base), in_memory=False)
     cache.read(config.data.ram_budget)
-    check_made_for(cache, config)   # before the memory is checked: that needs a model that can be trained
+    check_made_for(cache, config)   # before the memory check, which needs a valid model
     make, replicas = _one_or_all(make, replicas, config, cache, 'mix' in facts, say)
     feed = _feed(cache, config, devices, on_device, buffer_size, say)
     older = _mix(mix, mix_share, val, facts, config, cache, bool(feed), say, tell)
@@ -313,7 +312,7 @@ def begin(
             raise UserError(f'{run}: holds {len(held_out)} clips out since it began, `val` {val} would hold '
                             f'out {len(wanted)}; leave `val` out, or begin a new run.')
         held_out = wanted
-    # an interval that nobody asks for follows the length of the training
+    # an interval that is not requested follows the training's length
     own = facts and settings.came_from['training.gpt.validate_every'] == str(run)
     config = _with_interval(config, settings.begun if own else None, val or val_data, cache)
     val_cache = open_cache(val_data, config, cache, older and older.cache) if val_data else None
@@ -324,6 +323,6 @@ def begin(
     return trainer
 
 def _devices(gpus: dict, one: bool, say) -> DevicePlan:
-    "The devices of this process, before TensorFlow computes anything."
+    "Plan this process's devices, before TensorFlow computes anything."
     setup_tf()
     return setup_devices(say=say, **gpus) if one else setup_devices(every=True, say=say)

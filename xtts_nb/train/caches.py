@@ -24,21 +24,21 @@ from .parts import new_dvae_run
 
 # %% ../../nbs/train/caches.ipynb #a634d03b
 def silent(name: str, done: int, total: int, note: str = ''):
-    "Show no progress."
+    "A progress callback that shows nothing."
 
 def _train_dvae_for(
     clips: list,         # of `read_corpus`
-    work: Path,          # folder of unfinished work
+    work: Path,          # for unfinished work
     config: XTTSConfig,
     say: Callable = print,
     tell: Callable = silent,   # called with (stage, done, total, note)
 ) -> tuple[DVAE, Path]:
-    "A DVAE trained on recordings, and its run; an unfinished run on these recordings is resumed."
+    "Train a DVAE on recordings, resuming an unfinished run; returns the DVAE and its run."
     training = config.training.dvae
     state = lambda file: (file.st_size, file.st_mtime_ns)
     corpus = [fingerprint(str(c), state(c.path.stat())) for c in clips]
     run = work / f'dvae-{fingerprint(config.model_dump(), corpus)}'
-    if not (run / 'run.json').is_file(): shutil.rmtree(run, ignore_errors=True)   # killed before its start
+    if not (run / 'run.json').is_file(): shutil.rmtree(run, ignore_errors=True)   # killed at its start
     every = max(1, min(training.checkpoint_every, training.steps // 10))
     config = config.replace(training={'dvae': {'checkpoint_every': every, 'keep_checkpoints': 1}})
     mels = lambda: mel_sample(clips, config, progress=partial(tell, 'read the clips'))
@@ -51,16 +51,16 @@ def _train_dvae_for(
 
 # %% ../../nbs/train/caches.ipynb #5c344f19
 def _dvae_settings(config: XTTSConfig) -> dict:
-    "The settings of its training that a DVAE depends on."
+    "The training settings that determine a DVAE."
     return config.training.dvae.model_dump(include={'steps', 'batch_size', 'learning_rate', 'ema', 'seed'})
 
 def _learned_key(corpus: Path, config: XTTSConfig, layout: str | None) -> str:
-    "The key of a DVAE that is trained here: the path of the corpus and the settings of the DVAE."
+    "The key of a DVAE trained here: corpus path and DVAE settings."
     model = [section.model_dump() for section in (config.model.audio, config.model.dvae)]
     return fingerprint(str(corpus.resolve()), layout, model, _dvae_settings(config))
 
 def _known_dvae(out: Path, work: Path, key: str) -> Path | None:
-    "The file of the DVAE with this key, in the cache or in the folder of unfinished work; None without one."
+    "The file of the DVAE with this key, in the cache or the work folder; None if there is none."
     try: manifest = read_manifest(out)
     except UserError: manifest = {'source': {}}
     if manifest['source'].get('learned') == key and 'dvae.safetensors' not in _changed_files(out, manifest):
@@ -69,7 +69,7 @@ def _known_dvae(out: Path, work: Path, key: str) -> Path | None:
     return unfinished if unfinished.is_file() else None
 
 def _learned(clips, work: Path, out: Path, key: str, config: XTTSConfig, say, tell) -> DVAE:
-    "The DVAE with this key: an existing one, else one trained on `clips`."
+    "The DVAE with this key, trained on `clips` if it does not exist."
     if known := _known_dvae(out, work, key):
         say(f'{known}: was learned from this corpus with these settings, and is kept.')
         return load_dvae(known, config)
@@ -80,7 +80,7 @@ def _learned(clips, work: Path, out: Path, key: str, config: XTTSConfig, say, te
 
 # %% ../../nbs/train/caches.ipynb #480b4884
 def _given(dvae: Path, config: XTTSConfig) -> tuple[DVAE, Tokenizer | None]:
-    "The DVAE in the folder of a run or a cache, and its tokenizer or None."
+    "The DVAE of a run or a cache, and its tokenizer or None."
     inside = (dvae / 'dvae.safetensors').is_file()
     path = dvae / ('dvae.safetensors' if inside else 'model.safetensors')
     encoder = load_dvae(path, config, prefix='' if inside else 'dvae/')
@@ -91,7 +91,7 @@ def prepare(
     corpus: str | Path,         # folder of a corpus, or its metadata file
     out: str | Path,            # folder of the cache
     config: XTTSConfig | None = None,   # default: tiny
-    dvae: str | Path | None = None,   # run or cache whose DVAE and tokenizer to use; default: train both
+    dvae: str | Path | None = None,   # run or cache with DVAE and tokenizer to use; default: train both
     say: Callable = print,
     tell: Callable = silent,    # called with (stage, done, total, note)
     *,
@@ -100,7 +100,7 @@ def prepare(
     workers: int | None = None,
     part: tuple[int, int] = (1, 1),   # (I, N)
 ) -> dict:
-    "Turn a corpus into a cache, as `xtts-nb prepare` does; `UserError` if no usable cache is possible."
+    "Prepare a cache of a corpus, as `xtts-nb prepare`; `UserError` if no usable cache results."
     corpus, out, config, dvae = Path(corpus), Path(out), config or XTTSConfig.tiny(), dvae and Path(dvae)
     say(layout_line(corpus, layout))
     key = '' if dvae else _learned_key(corpus, config, layout)
@@ -118,7 +118,7 @@ def is_corpus(data: str | Path | None) -> bool:
     return data.is_file() or data.is_dir() and any(data.iterdir())
 
 def _cache_folder(corpus: Path, config: XTTSConfig, made: Path | None = None) -> Path:
-    "The folder in the workspace for the cache of this corpus and these settings."
+    "The workspace folder of the cache for this corpus and these settings."
     limits = config.data.model_dump(
         include={'min_seconds', 'max_seconds', 'max_text_tokens', 'preprocessing_mode'})
     corpus, made = corpus.resolve(), str(made.resolve()) if made else ''
@@ -128,11 +128,11 @@ def _cache_folder(corpus: Path, config: XTTSConfig, made: Path | None = None) ->
 def _corpus_cache(
     corpus: Path,
     config: XTTSConfig,
-    made: Path | None = None,   # a cache or model whose DVAE and tokenizer to use
+    made: Path | None = None,   # cache or model with DVAE and tokenizer to use
     say: Callable = print,
     tell: Callable = silent,
 ) -> Path:
-    "The cache of a corpus in the workspace, up to date."
+    "The up-to-date cache of a corpus in the workspace."
     out = _cache_folder(Path(corpus), config, made and Path(made))
     state = 'brought up to date' if (out / 'manifest.json').is_file() else 'made now'
     say(f'{corpus} is a corpus; its cache is {out}, {state}.')
@@ -141,7 +141,7 @@ def _corpus_cache(
 
 @contextmanager
 def _temporary_cache(corpus: Path, tell: Callable = silent, data: dict | None = None):
-    "A cache of `corpus` in a temporary folder, with a DVAE of few updates: enough for measurements."
+    "A temporary cache of `corpus` for measurements, with a barely trained DVAE."
     config = XTTSConfig.tiny().replace(training={'dvae': {'steps': 200}}, data=data or {})
     with tempfile.TemporaryDirectory() as folder:
         with open_corpus(corpus, Path(folder) / 'cache', config) as rows:

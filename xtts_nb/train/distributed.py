@@ -28,7 +28,7 @@ from .trainer import Trainer, _epochs_to_steps
 
 # %% ../../nbs/train/distributed.ipynb #d5a10001
 def _slurm_workers() -> tuple[list[str], int]:
-    "The addresses of all tasks of this job step, and the index of this one; raises `UserError` for none."
+    "Addresses of all tasks in this Slurm job step, and this task's index; `UserError` for none."
     try:
         port = 20_000 + int(os.environ['SLURM_JOB_ID']) % 20_000
         tasks = int(os.environ['SLURM_STEP_NUM_TASKS'])
@@ -41,7 +41,7 @@ def _slurm_workers() -> tuple[list[str], int]:
         raise UserError(f'SLURM: {e}; start the tasks with srun, or name the workers in TF_CONFIG.') from None
 
 def _cluster_resolver() -> tf.distribute.cluster_resolver.ClusterResolver | None:
-    "The workers that `TF_CONFIG` or else Slurm names; None where this process works alone."
+    "The workers named by `TF_CONFIG` or Slurm; None for a single process."
     if not in_cluster(): return None
     if os.environ.get('TF_CONFIG'): found = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     else:
@@ -51,7 +51,7 @@ def _cluster_resolver() -> tf.distribute.cluster_resolver.ClusterResolver | None
     return found if _this_worker(found)[1] > 1 else None
 
 def _this_worker(resolver) -> tuple[int, int]:
-    "The number of this process among the workers, and their count; 0 and 1 without a resolver."
+    "This worker's index and the number of workers; 0 and 1 without a resolver."
     cluster = resolver.cluster_spec().as_dict() if resolver else {}
     chiefs, workers = (len(cluster.get(job, ())) for job in ('chief', 'worker'))
     if not chiefs + workers: return 0, 1
@@ -59,9 +59,9 @@ def _this_worker(resolver) -> tuple[int, int]:
 
 # %% ../../nbs/train/distributed.ipynb #502841ac
 def setup_gpu_strategy(
-    devices: list[str] | None = None,   # to work on; default: all GPUs
+    devices: list[str] | None = None,   # to use; default: all GPUs
 ) -> tf.distribute.Strategy:
-    "Choose a strategy: several machines if a resolver names them, else all GPUs, else one, else the default."
+    "Choose a strategy: multi-worker if a resolver names workers, else all GPUs, one, or none."
     if resolver := _cluster_resolver():
         return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     devices = devices or card_names()
@@ -71,7 +71,7 @@ def setup_gpu_strategy(
 
 # %% ../../nbs/train/distributed.ipynb #33302a04
 class Share:
-    "A plan whose batches hold only the rows of one worker."
+    "A plan with one worker's rows of each batch."
     def __init__(self, plan: BatchPlan, worker: int, workers: int, to_gpu: bool = True):
         rows = plan.data.batch_size // workers
         self.plan, self.own, self.to_gpu = plan, slice(worker * rows, (worker + 1) * rows), to_gpu
@@ -80,7 +80,7 @@ class Share:
 
     @property
     def sound_reader(self):
-        "Share -> a reader of its recordings, for a device that makes the codes."
+        "A reader of this share's recordings, for a device that computes the codes."
         return _share_sounds
 
     def pick(self, step):
@@ -93,11 +93,11 @@ class Share:
         return batches_of(_one_reader(self, ShareReader), data, first, last, model=model)
 
 # %% ../../nbs/train/distributed.ipynb #a21efaf5
-_WHOLE = 'whole_'   # prefix of the names of arrays that cover all rows
+_WHOLE = 'whole_'   # name prefix of arrays that cover all rows
 
 class ShareReader:
     "Reads the rows of one worker; `whole_weight`, `whole_text_length`, `whole_code_length` (B,) cover all."
-    def __init__(self, share: Share, own=None):   # reader of the worker's rows; default: `_reader_of`
+    def __init__(self, share: Share, own=None):   # reads the worker's rows; default: `_reader_of`
         self.plan, self.own, cache = share.plan, own or _reader_of(share), share.cache
         self.lengths = {'text_length': Column(cache.text_length), 'code_length': Column(cache.codes_length)}
 
@@ -113,15 +113,15 @@ def _code_feed(
     config: XTTSConfig,
     devices: list[str],                # of this worker
     plans: list[BatchPlan | Share],
-):                                     # a `Feed`, or None
-    "Makes the codes of runtime caches on this worker's GPU, a batch at once; else the CPU makes them."
+):                                     # a `Feed` or None
+    "A feed that computes a runtime cache's codes on this worker's GPU; None: on the CPU."
     runtime = all('codes' not in plan.cache.manifest['stored'] for plan in plans)
     if not runtime or len(devices) > 1 or 'GPU' not in devices[0]: return None
     return Feed(plans[0].cache, config, DevicePlan({}, devices[0], devices[0]))
 
 # %% ../../nbs/train/distributed.ipynb #801ca4df
 class _Replicas:
-    "An `Update` on each device of this worker; all have the same weights and training section."
+    "One `Update` per device of this worker, with equal weights and training section."
     def __init__(self, update: Update, config: XTTSConfig, strategy: tf.distribute.Strategy):
         self.strategy, self.devices = strategy, strategy.extended.worker_devices
         (self.worker, self.workers), gpt = _this_worker(strategy.cluster_resolver), update.gpt
@@ -133,54 +133,54 @@ class _Replicas:
             with tf.device(device):
                 own = GPT(config, gpt.text_start, gpt.parity, dtype=gpt.dtype_policy)
                 self.updates.append(Update(own, update.training))
-        compiled = lambda f: [compile_step(f(u), update.training) for u in self.updates]   # for its device
+        compiled = lambda f: [compile_step(f(u), update.training) for u in self.updates]   # per device
         self.gradient_steps = compiled(lambda u: u.gradients)
         self.finish_steps = compiled(lambda u: u.finish)
         self.evaluate_steps = compiled(lambda u: u.evaluate)
 
-    def __getattr__(self, name): return getattr(self.updates[0], name)   # the same on every device
+    def __getattr__(self, name): return getattr(self.updates[0], name)   # equal on all devices
     def __call__(self, batch, number): return distributed_train_step(self, batch, number)
     def evaluate(self, batch): return distributed_validation_step(self, batch)
 
     @contextmanager
     def as_trained(self):
-        "Inside the block, every copy holds the trained model."
+        "Context manager: every copy holds the trained model."
         with ExitStack() as copies:
             for update in self.updates: copies.enter_context(update.as_trained())
             yield
 
     def local_index(self) -> int:
-        "The number, on this worker, of the device that runs the present replica."
+        "The local index of the device that runs the current replica."
         place = tf.distribute.get_replica_context().replica_id_in_sync_group
         return int(tf.get_static_value(place)) - self.worker * len(self.devices)
 
-    def all_reduce(self, compute) -> list:   # number of a device -> nest of tensors
-        "The sum of what `compute` returns over all devices of all workers, on each device of this one."
+    def all_reduce(self, compute) -> list:   # device index -> nest of tensors
+        "Sum the results of `compute` over all workers' devices; returns one copy per local device."
         def reduce():
-            own = tf.nest.map_structure(tf.identity, compute(self.local_index()))   # copied to this device
+            own = tf.nest.map_structure(tf.identity, compute(self.local_index()))   # copy to this device
             return tf.distribute.get_replica_context().all_reduce('SUM', own)
         return self.strategy.experimental_local_results(self.strategy.run(reduce))
 
 # %% ../../nbs/train/distributed.ipynb #3daa3c63
 def _rows(batch: dict, device: int, devices: int) -> dict:
-    "The part of a worker's rows that one of its devices computes."
+    "A device's part of its worker's rows."
     own = {name: x for name, x in batch.items() if not name.startswith(_WHOLE)}
     rows = own['weight'].shape[0] // devices
     return {name: x[device * rows:(device + 1) * rows] for name, x in own.items()}
 
 def _gradients(replicas: _Replicas, batch: dict, number, counts, i: int):
-    "Gradients and summed losses of the rows of device `i`."
+    "Gradients and summed losses of device `i`'s rows."
     devices = len(replicas.devices)
     part = (replicas.worker * devices + i) * replicas.training.grad_accum_steps
     return replicas.gradient_steps[i](_rows(batch, i, devices), number, counts, part)
 
 def _counts(replicas: _Replicas, batch: dict) -> dict:
-    "Tokens of all rows of the update, those of other workers included."
+    "Token counts of the update's rows on all workers."
     whole = {name.removeprefix(_WHOLE): x for name, x in batch.items() if name.startswith(_WHOLE)}
     return token_counts(replicas.gpt, whole)
 
 def distributed_train_step(replicas: _Replicas, batch: dict, number) -> dict:
-    "Make one update on all devices from this worker's rows; returns the scalars of `Update` for all rows."
+    "Run one update on all devices from this worker's rows; returns scalars for all rows."
     counts, losses_of = _counts(replicas, batch), []
     sums = replicas.all_reduce(lambda i: _gradients(replicas, batch, number, counts, i))
     for device, finish, (gradients, losses) in zip(replicas.devices, replicas.finish_steps, sums):
@@ -188,13 +188,13 @@ def distributed_train_step(replicas: _Replicas, batch: dict, number) -> dict:
     return losses_of[0]
 
 def distributed_validation_step(replicas: _Replicas, batch: dict) -> dict:
-    "Evaluate on all devices from this worker's rows; returns the sums of `Update.evaluate` for all rows."
+    "Evaluate on all devices from this worker's rows; returns sums for all rows."
     devices = len(replicas.devices)
     return replicas.all_reduce(lambda i: replicas.evaluate_steps[i](_rows(batch, i, devices)))[0]
 
 # %% ../../nbs/train/distributed.ipynb #a19c9cc2
 def _bit_sums(variables: list) -> tf.Tensor:   # (variables, 4)
-    "The bits of each variable, added up as wrapping integers: four 16-bit numbers, exact in float32."
+    "A checksum of each variable's bits: four 16-bit numbers, exact in float32."
     whole = {8: tf.int64, 4: tf.int32, 2: tf.int16}
     values = [tf.convert_to_tensor(v) for v in variables]
     sums = tf.stack([tf.reduce_sum(tf.cast(tf.bitcast(x, whole[x.dtype.size]), tf.int64)) for x in values])
@@ -203,23 +203,23 @@ def _bit_sums(variables: list) -> tf.Tensor:   # (variables, 4)
     return tf.cast(tf.stack(pieces, axis=-1), tf.float32)
 
 def _all_bit_sums(replicas: _Replicas) -> tf.Tensor:   # (devices of all workers, variables, 4)
-    "What `_bit_sums` gives for the state of every copy."
+    "`_bit_sums` of every copy's state."
     first, count = replicas.worker * len(replicas.devices), replicas.strategy.num_replicas_in_sync
     def own(i):
-        "The sums of one copy at its own index, zeros elsewhere."
+        "One copy's sums at its own index, zeros elsewhere."
         return tf.one_hot(first + i, count)[:, None, None] * _bit_sums([*replicas.updates[i].state.values()])
     return replicas.all_reduce(own)[0]
 
 def _differing(names: list[str], sums: np.ndarray) -> tuple[str, int, int] | None:
-    "(first variable that is not equal in all copies, first copy where it differs, number of such variables)"
+    "(first variable that differs between copies, first copy that differs, number of variables)"
     wrong = (sums != sums[:1]).any(axis=2)   # (copies, variables)
     if not wrong.any(): return None
     at = int(wrong.any(axis=0).argmax())
     return names[at], int(wrong[:, at].argmax()), int(wrong.any(axis=0).sum())
 
 # %% ../../nbs/train/distributed.ipynb #23965838
-def _from_first(copies: _Replicas, values: list) -> list:   # a list of tensors of each device
-    "The tensors of the first device of worker 0, on each device of this worker."
+def _from_first(copies: _Replicas, values: list) -> list:   # a list of tensors per device
+    "Broadcast the tensors of worker 0's first device to each device of this worker."
     def sum_of(values):
         sent = lambda i: [x if copies.worker == i == 0 else tf.zeros_like(x) for x in values[i]]
         return copies.all_reduce(sent)
@@ -227,7 +227,7 @@ def _from_first(copies: _Replicas, values: list) -> list:   # a list of tensors 
 
 # %% ../../nbs/train/distributed.ipynb #e459e2ae
 def _check_rows(config: XTTSConfig, devices: int):
-    "Raise `UserError` if the rows of a batch cannot be divided evenly."
+    "Raise `UserError` if the devices cannot share a batch's rows evenly."
     parts = devices * config.training.gpt.grad_accum_steps
     if config.data.batch_size % parts:
         raise UserError(f'data.batch_size {config.data.batch_size} cannot be divided among {devices} devices '
@@ -245,7 +245,7 @@ def _check_alike(copies: _Replicas, *facts):
 
 # %% ../../nbs/train/distributed.ipynb #eb9a36f2
 class _DistributedTrainer(Trainer):
-    "A `Trainer` on all devices of a strategy; one on each worker."
+    "A `Trainer` on all devices of a strategy; one per worker."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, validation: BatchPlan | None = None,
                  update: Update | None = None, *, strategy, listener=None):
         update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training.gpt, plan))
@@ -263,14 +263,14 @@ class _DistributedTrainer(Trainer):
         self._begin_as_first()
 
     def compiled(self, step):
-        "`step`, which all workers do together, without XLA: it compiles only the parts on a device."
+        "`step` for all workers, without XLA, which compiles only the per-device parts."
         mode = 'eager' if self.training.mode == 'eager' else 'graph'
         return compile_step(step, self.training.model_copy(update={'mode': mode}))
 
     def place(self, batch): return to_device(batch) if len(self.copies.devices) == 1 else batch
 
     def fit(self, *arguments, **named):
-        "The same as a `Trainer`; raises `UserError` for Keras callbacks, and if another worker is lost."
+        "As `Trainer.fit`; raises `UserError` for Keras callbacks, and if another worker is lost."
         if named.get('callbacks') or arguments[2:]:
             raise UserError('Keras callbacks act on one copy of the model; train on one device with them.')
         try: return super().fit(*arguments, **named)
@@ -280,7 +280,7 @@ class _DistributedTrainer(Trainer):
                             'from the last checkpoint.') from e
 
     def _more_parts(self, error: tf.errors.OpError):
-        "Raise `UserError`: one worker cannot repeat an update whose gradients all workers add up."
+        "Raise `UserError`: one worker alone cannot retry an update that all share."
         more, where = 2 * self.training.grad_accum_steps, self.run or 'training'
         raise UserError(f'{where}: out of memory; set training.gpt.grad_accum_steps to {more} on all '
                         'workers and run the same command again, which continues from the last '
@@ -289,7 +289,7 @@ class _DistributedTrainer(Trainer):
 # %% ../../nbs/train/distributed.ipynb #b27e4f10
 @patch
 def _begin_as_first(self: _DistributedTrainer):
-    "Give every copy the variables of the first one, and this worker the numbers of worker 0."
+    "Copy the first copy's variables to every other, and worker 0's counters to this worker."
     copies = [[*update.state.values()] for update in self.copies.updates]
     keys, rate = ('steps', 'first', 'low'), self.assigned_rate
     own = tf.constant([self.step, self.bad_in_row, self.since_best, -1. if rate is None else rate,
@@ -306,7 +306,7 @@ def _begin_as_first(self: _DistributedTrainer):
 # %% ../../nbs/train/distributed.ipynb #18d26fa4
 @patch
 def stops(self: _DistributedTrainer, stop_requested: list) -> bool:
-    "Send this worker's vote at a log line; whether any worker voted to stop at the line before."
+    "Send this worker's vote at a log line; returns whether any worker voted to stop at the last."
     if not self._due(self.training.log_every): return False
     last_vote, self.last_vote = self.last_vote, self.votes(tf.constant(float(bool(stop_requested))))
     if float(last_vote): stop_requested.append(True)
@@ -314,7 +314,7 @@ def stops(self: _DistributedTrainer, stop_requested: list) -> bool:
 
 @patch
 def _pause(self: _DistributedTrainer, ended: bool) -> bool:
-    "Compare all copies, then do the same as a `Trainer`; worker 0 decides."
+    "Compare all copies, then pause as `Trainer` does; worker 0 decides."
     if found := _differing([*self.update.state], self.bit_sums().numpy()):
         name, copy, count = found
         raise UserError(f'{self.run or "training"}: at update {self.step} the copies of the model are no '
@@ -329,8 +329,8 @@ def _note_best(self: _DistributedTrainer, metrics: dict[str, float]) -> bool:
     return self.copies.worker == 0 and Trainer._note_best(self, metrics)
 
 # %% ../../nbs/train/distributed.ipynb #1be41497
-def _cluster_run() -> tuple:   # (`new_run` for this worker, number of devices of all workers)
-    "Choose the strategy of this worker, before TensorFlow computes anything."
+def _cluster_run() -> tuple:   # (`new_run` for this worker, total number of devices)
+    "Choose this worker's strategy, before TensorFlow computes anything."
     strategy = setup_gpu_strategy()
     if strategy.num_replicas_in_sync == 1: return new_run, 1
     make = partial(_DistributedTrainer, strategy=strategy)
@@ -341,7 +341,7 @@ def _cluster_run() -> tuple:   # (`new_run` for this worker, number of devices o
     return new, strategy.num_replicas_in_sync
 
 def _one_device_reason(config: XTTSConfig, cache: Cache, mixed: bool) -> str:   # mixed: with older clips
-    "Why a training uses one GPU of a machine; empty if it can use all."
+    "Why a training uses only one GPU; empty if it can use all."
     kind = config.training.gpt.finetune
     if kind != 'whole': return f'training.gpt.finetune is {kind}'
     if 'codes' not in cache.manifest['stored']: return 'it also makes the codes of a runtime cache'

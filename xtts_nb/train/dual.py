@@ -32,15 +32,15 @@ from .trainer import _on_device, Trainer
 
 # %% ../../nbs/40_dual_gpu.ipynb #772abaaa
 class Span(NamedTuple):
-    "A piece of work: the stage, the number of the batch, start and end in seconds of `time.perf_counter`."
+    "A span of work: stage, batch number, start and end in seconds of `time.perf_counter`."
     stage: str
     number: int
     start: float
     end: float
 
 class Batches:
-    "Batches for one reader, with a span for each piece of work; a subclass gives `next_batch`."
-    def __init__(self, max_spans: int = 10_000):   # the newest ones
+    "Batches for one reader, with recorded spans; a subclass defines `next_batch`."
+    def __init__(self, max_spans: int = 10_000):   # keeps the newest
         self.spans, self.begun, self.number = deque(maxlen=max_spans), None, 0
 
     def timed(self, stage: str, number: int, work: Callable, *arguments):
@@ -50,7 +50,7 @@ class Batches:
         return result
 
     def done(self):
-        "The reader has finished its batch."
+        "Called when the reader has finished its batch."
         if self.begun is None: return
         self.spans.append(Span('model', self.number, self.begun, time.perf_counter()))
         self.begun, self.number = None, self.number + 1
@@ -71,8 +71,8 @@ class Batches:
 
 # %% ../../nbs/40_dual_gpu.ipynb #a911240b
 class SerialBatches(Batches):
-    "Batches of `source` after all `stages`, made in the reader's own thread when it asks for one."
-    most = 1   # batches before the model at a time
+    "Batches of `source` after all `stages`, computed on demand in the reader's thread."
+    most = 1   # batches ahead of the model
 
     def __init__(self, source: Iterable, stages: dict[str, Callable], max_spans: int = 10_000):
         super().__init__(max_spans)
@@ -85,7 +85,7 @@ class SerialBatches(Batches):
 
 # %% ../../nbs/40_dual_gpu.ipynb #18cf7842
 def by_stage(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    "Sort spans by stage, each list in order of time."
+    "Group spans by stage, in order of time."
     stages = {}
     for span in sorted(spans, key=lambda s: (s.start, s.end)): stages.setdefault(span.stage, []).append(span)
     return stages
@@ -101,19 +101,19 @@ def overlap(spans: Iterable[Span]) -> dict:   # wall, work: seconds; rate: batch
             'model_wait_share': max(0., 1 - used / (model[-1].end - model[0].start))}
 
 def _stage_rows(spans: Iterable[Span], devices: dict[str, str] = {}) -> list[dict]:   # noqa: B006 -- only read
-    "A row for each stage: device if known, batches, median milliseconds, busy share in the second half."
+    "A row per stage: device if known, batches, median milliseconds, busy share in the second half."
     return [{'name': name, 'device': devices.get(name), 'batches': len(some),
              'ms': round(1e3 * median(s.end - s.start for s in some), 2),
              'busy': _busy(some[(len(some) - 1) // 2:])} for name, some in by_stage(spans).items()]
 
 def _busy(some: list[Span]) -> float | None:
-    "The share of its time in which a stage works, from batch to batch; None for one batch."
+    "The share of time in which a stage is busy; None for a single batch."
     seconds = some[-1].start - some[0].start
     return round(sum(s.end - s.start for s in some[:-1]) / seconds, 3) if seconds else None
 
 # %% ../../nbs/40_dual_gpu.ipynb #fb694a14
-def _steady_period(spans: Iterable[Span]) -> tuple[float, float]:   # its begin and end
-    "When all stages work and the rings are full: the second half of a run, or all of it if it is short."
+def _steady_period(spans: Iterable[Span]) -> tuple[float, float]:   # its start and end
+    "The steady state, with full rings: the second half of a run, or all of a short one."
     stages = by_stage(spans)
     model = stages['model']
     begin, end = model[len(model) // 2].start, min(some[-1].end for some in stages.values())
@@ -121,10 +121,10 @@ def _steady_period(spans: Iterable[Span]) -> tuple[float, float]:   # its begin 
     return min(some[0].start for some in stages.values()), max(some[-1].end for some in stages.values())
 
 def plot_timeline(
-    runs: dict[str, Iterable[Span]],   # a title for each picture
-    devices: dict[str, str] = {},      # noqa: B006 -- of the stages, where they are known
+    runs: dict[str, Iterable[Span]],   # title -> spans
+    devices: dict[str, str] = {},      # noqa: B006 -- of the stages, if known
 ):                                     # matplotlib Figure
-    "Draw which stage worked on which batch in the steady period, the same number of seconds of each run."
+    "Plot which stage worked on which batch in steady state, with the same duration for each run."
     from matplotlib.figure import Figure
     runs = {title: list(spans) for title, spans in runs.items()}
     periods = {title: _steady_period(spans) for title, spans in runs.items()}
@@ -149,16 +149,16 @@ def plot_timeline(
 
 # %% ../../nbs/40_dual_gpu.ipynb #d5ef4041
 class PipelineClosed(Exception):
-    "The pipeline was closed; no more batches are wanted."
+    "The pipeline was closed."
 
 class _Ring:
-    "At most `size` batches between a thread that makes them and one that uses them."
+    "A queue of at most `size` batches between a producer and a consumer thread."
     def __init__(self, size: int):
         self.size, self.taken, self.most, self.ready, self.ended = size, 0, 0, deque(), None
         self.changed = threading.Condition()
 
     def reserve(self):
-        "Wait for a free slot, for a batch that is about to be made."
+        "Wait for a free slot for the next batch."
         with self.changed:
             self.changed.wait_for(lambda: self.taken < self.size or self.ended)
             if self.ended: raise self.ended
@@ -172,7 +172,7 @@ class _Ring:
             self.changed.notify_all()
 
     def get(self):
-        "Wait for the next batch; raises the error that ended the batches."
+        "Wait for the next batch; raises the producer's error, if any."
         with self.changed:
             self.changed.wait_for(lambda: self.ready or self.ended)
             if not self.ready: raise self.ended
@@ -185,23 +185,23 @@ class _Ring:
             self.changed.notify_all()
 
     def end(self, error: BaseException):
-        "Raise `error` in the reader after the batches that are ready."
+        "Raise `error` in the reader after the queued batches."
         with self.changed:
             self.ended = self.ended or error
             self.changed.notify_all()
 
     def close(self):
-        "Drop the batches that are ready, and end all waiting."
+        "Drop the queued batches and wake all waiting threads."
         with self.changed:
             self.ready.clear()
             self.ended = PipelineClosed()
             self.changed.notify_all()
 
 # %% ../../nbs/40_dual_gpu.ipynb #85698196
-RING = 3   # batches before the model, unless a caller wants another number
+RING = 3   # default number of batches ahead of the model
 
 class Pipeline(Batches):
-    "Batches of `source` after all `stages`, each stage in its own thread; use it in a `with`, or close it."
+    "Batches of `source` after all `stages`, one thread per stage; a context manager."
     def __init__(self, source: Iterable, stages: dict[str, Callable], ring: int = RING, between: int = 2,
                  max_spans: int = 10_000):
         super().__init__(max_spans)
@@ -215,15 +215,15 @@ class Pipeline(Batches):
 
     @property
     def most(self) -> int:
-        "The largest number of batches before the model at a time."
+        "The largest number of batches ahead of the model."
         return self.rings[-1].most
 
     def _run(self, name: str, work: Callable, before: _Ring | None, after: _Ring):
-        "The loop of a stage."
+        "A stage's loop."
         try:
             for number in itertools.count():
                 after.reserve()
-                # no name may refer to the batch: it is freed when it was used
+                # hold no reference to the batch, so that it is freed after use
                 after.put(self._made(name, number, work, before))
         except BaseException as error: after.end(error)   # StopIteration ends the source
 
@@ -240,34 +240,34 @@ class Pipeline(Batches):
         super().done()
 
     def close(self):
-        "End all threads; each finishes its current batch."
+        "Stop all threads after their current batch."
         super().close()
         for ring in self.rings: ring.close()
         for thread in self.threads: thread.join()
 
 # %% ../../nbs/40_dual_gpu.ipynb #3e429d3c
-_SOUNDS = 'wav', 'reference_wav', 'reference_length', 'coded', 'mel_length'   # used up by `finish_batch`
+_SOUNDS = 'wav', 'reference_wav', 'reference_length', 'coded', 'mel_length'   # removed by `finish_batch`
 
 class SoundReader(WavReader):
-    "Samples of clips and references of a runtime cache, with a mask for their codes."
+    "Samples of a runtime cache's clips and references, with a mask for their codes."
     def __init__(self, plan: BatchPlan):
         super().__init__(plan, np.ones(plan.cache.config.model.audio.n_mels))
         self.code_length = Column(plan.cache.codes_length)
 
     def sounds(self, clip, other, start, bucket):
-        "As `WavReader`, with code_length (B,) and coded (B, S)."
+        "As in `WavReader`, plus code_length (B,) and coded (B, S)."
         length = tf.cast(self.code_length(clip), tf.int32)
         coded = tf.sequence_mask(length, tf.constant(self.plan.shapes)[bucket][0])
         return super().sounds(clip, other, start, bucket) | {'code_length': length, 'coded': coded}
 
 def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
-    "Read batches of samples (B, N) of steps first, first + 1, ...; `UserError` for an unreadable recording."
-    make = getattr(plan, 'sound_reader', SoundReader)   # a worker's share of a plan has its own
+    "Read batches of samples (B, N) from step `first` on; `UserError` for an unreadable recording."
+    make = getattr(plan, 'sound_reader', SoundReader)   # a worker's share has its own
     data = plan.data.model_copy(update={'prefetch_to_gpu': False})
     try:
         with tf.device('CPU:0'): source = iter(batches_of(_one_reader(plan, make), data, first, last))
         while True:
-            # an iterator that ends by an error may end ops of other threads with it (TensorFlow 2.21)
+            # an iterator's error may abort ops of other threads (TensorFlow 2.21)
             with tf.device('CPU:0'):
                 batch = source.get_next_as_optional()
                 if not batch.has_value(): return
@@ -300,7 +300,7 @@ def finish_batch(
 
 # %% ../../nbs/40_dual_gpu.ipynb #d1f7a9c3
 def _check_no_codes(cache: Cache):
-    "Raise `UserError` if a cache has its codes, so that a data GPU has nothing to compute."
+    "Raise `UserError` if a cache contains codes: a data GPU would have no work."
     if 'codes' in cache.manifest['stored']:
         raise UserError(f'{cache.folder}: has its codes already, so there is nothing for a data GPU to do; '
                         'prepare it with data.preprocessing_mode runtime, or leave `data_gpu` and '
@@ -312,8 +312,8 @@ class Feed:
         cache: Cache,
         config: XTTSConfig,
         devices: DevicePlan,
-        ring: int = RING,      # batches on the model's device; 1, the one in use, without `prefetch_to_gpu`
-        threads: bool = True,   # False: one stage after the other, as a baseline
+        ring: int = RING,      # batches on the model's device; 1 without `prefetch_to_gpu`
+        threads: bool = True,   # False: stages in sequence, as a baseline
     ):
         _check_no_codes(cache)
         if config.training.gpt.tf32:
@@ -322,7 +322,7 @@ class Feed:
         self.cache, self.config, self.devices, self.threads = cache, config, devices, threads
         self.ring = ring if config.data.prefetch_to_gpu else 1
         with tf.device(devices.data): self.dvae = load_dvae(cache.folder / 'dvae.safetensors', config)
-        training = config.training.gpt.model_copy(update={'precision': 'float32'})   # that of the DVAE
+        training = config.training.gpt.model_copy(update={'precision': 'float32'})   # of the DVAE
         self.finish = compile_step(lambda batch: finish_batch(batch, self.dvae, config), training)
         self.transfer, self.latest, self.outputs = tf.function(self._all_to_model), None, {}
 
@@ -334,7 +334,7 @@ class Feed:
 
     @property
     def stages(self) -> dict:
-        "What is done to a batch of the host; with one device there is nothing to copy."
+        "The stages after the host; a single device needs no copy."
         stages = {'data': self.make}
         return stages if self.devices.data == self.devices.model else stages | {'copy': self.copy}
 
@@ -346,7 +346,7 @@ class Feed:
 
 # %% ../../nbs/40_dual_gpu.ipynb #d3b9c1e5
 def _wait_computed(tensor: tf.Tensor):
-    "Wait until the device has computed `tensor`, and all earlier work in its queue."
+    "Wait until the device has finished `tensor` and all work queued before it."
     tf.reshape(tensor, [-1])[0].numpy()
 
 @patch
@@ -374,13 +374,13 @@ def copy(self: Feed, batch: dict) -> dict:
 
 @patch
 def _all_to_model(self: Feed, batch: dict) -> dict:
-    "A batch on the model's device, as one program: each copy for itself would wait for the step there."
+    "Copy a batch to the model's device as one program; single copies would each wait for the step."
     return to_device(batch, self.devices.model)
 
 @patch
 def _note(self: Feed, stage: str, batch: dict) -> dict:
-    "Note what a stage hands on."
-    sizes = Counter()   # bytes; int32 stays on the host, against its `device`
+    "Record a stage's output."
+    sizes = Counter()   # bytes; int32 stays on the host, whatever its `device` says
     for x in batch.values():
         name = 'its int32' if x.dtype == tf.int32 else 'a batch'
         sizes[name, x.backing_device] += x.dtype.size * int(np.prod(x.shape))
@@ -394,7 +394,7 @@ def dual_trainer(
     devices: DevicePlan,
     **feed,              # `ring` and `threads` of `Feed`
 ) -> Trainer:
-    "Make a trainer without a folder, to measure with; its model is on the model's device."
+    "Make a trainer without a folder, for measurements, on the model's device."
     feed = Feed(cache, config, devices, **feed)
     keras.utils.set_random_seed(config.training.gpt.seed)
     with _on_device(devices.model):
@@ -403,7 +403,7 @@ def dual_trainer(
 
 @_products_in_tf32(False)
 def run_feed(trainer: Trainer, steps: int) -> tuple[list[float], Batches]:
-    "Make some updates from update 0 on; returns their losses, and the batches with their spans."
+    "Run updates from update 0; returns their losses, and the batches with their spans."
     losses = []
     with _on_device(trainer.device), trainer.feed(trainer.plan, 0, steps) as batches:
         for number, batch in enumerate(batches):
@@ -413,10 +413,10 @@ def run_feed(trainer: Trainer, steps: int) -> tuple[list[float], Batches]:
 
 # %% ../../nbs/40_dual_gpu.ipynb #b0df1b81
 def _pipeline_rows(
-    runs: dict[str, list[Batches]],   # the rounds of each arm
+    runs: dict[str, list[Batches]],   # variant -> rounds
     ideal_rate: float,                # batches/s
 ) -> list[dict]:   # name, rate, ideal_rate, ratio, spread, busy, model_wait_share, ring_max
-    "The arms as rows of a record: medians of the rounds, `ratio` relative to the first arm."
+    "Record rows of the variants: medians over rounds, `ratio` relative to the first variant."
     seen = {name: [overlap(run.spans) for run in some] for name, some in runs.items()}
     arms, rows = [_Arm(name, [1 / m['rate'] for m in some]) for name, some in seen.items()], []
     for row, measures, some in zip(Comparison(arms, 'clips_per_s').rows(), seen.values(), runs.values()):
@@ -429,7 +429,7 @@ def _pipeline_rows(
     return rows
 
 def pipeline_table(rows: list[dict]) -> list[dict]:
-    "Format rows of `_pipeline_rows` with their units; older records lack the shares of the stages."
+    "Format rows of `_pipeline_rows` with units; older records lack the stages' shares."
     share = lambda value: None if value is None else f'{value:.1%}'
     name = lambda n: f'{n}, emulated' if n in ('serial', 'pipelined') else n   # of `benchmarks/dual.py`
     return [{'name': name(r['name']), 'batches/s': f'{r["rate"]:,.2f}', 'ratio': r.get('ratio'),
@@ -439,7 +439,7 @@ def pipeline_table(rows: list[dict]) -> list[dict]:
 
 # %% ../../nbs/40_dual_gpu.ipynb #da41ca62
 def _bench_feed(trainer: Trainer, steps: int = 30, rounds: int = 3) -> list[dict]:   # of `_pipeline_rows`
-    "Stages in turn and overlapped, in alternating rounds; the ideal is the rate of the slowest in turn."
+    "Measure sequential and overlapped stages in turn; the ideal is the slowest stage's rate."
     def run(threads):
         trainer.feed.threads = threads
         return run_feed(trainer, steps)[1]

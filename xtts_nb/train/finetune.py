@@ -29,10 +29,10 @@ from .step import Update
 # %% ../../nbs/train/finetune.ipynb #ea4477ca
 def _new_pieces(
     texts: Iterable[str],      # cleaned
-    known: set[str],           # existing tokens and the new characters
-    characters: set[str],      # the new ones
+    known: set[str],           # existing tokens and new characters
+    characters: set[str],      # new ones
 ) -> Iterable[tuple[str, str]]:
-    "Pairs of known tokens to merge, the most frequent first, each with a new character."
+    "Pairs of known tokens to merge, by frequency, each with a new character."
     for a, b in learn_merges(texts):
         if characters & set(a + b) and {a, b} <= known and a + b not in known:
             known = known | {a + b}
@@ -42,9 +42,9 @@ def _grow_tokenizer(
     tokenizer: Tokenizer,
     language: str,             # a code such as fa
     texts: Iterable[str],      # of that language, as in training
-    tokens: int = 0,           # new tokens, with the tag and the characters; if fewer, only those are added
+    tokens: int = 0,           # new tokens, including tag and characters, which are always added
 ) -> Tokenizer:
-    "A tokenizer with the language's tag, characters and pieces added; the ids of all old tokens stay."
+    "A tokenizer with the language's tag, characters and pieces added; existing ids do not change."
     if not _LANGUAGE_CODE.fullmatch(language):
         raise UserError(f'"{language}" is not a language code such as fa or zh-cn.')
     if language in tokenizer.languages:
@@ -66,7 +66,7 @@ def _grow_tokenizer(
 
 # %% ../../nbs/train/finetune.ipynb #be3f2625
 def _grown(old: np.ndarray, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    "`old` with rows added along the one axis where `shape` is larger; the old rows keep their bits."
+    "`old` with rows added along the axis where `shape` is larger; old rows stay bit-identical."
     axis = next((i for i, (a, b) in enumerate(zip(old.shape, shape)) if a != b), None)
     if axis is None: return old
     more = [b - a if i == axis else b for i, (a, b) in enumerate(zip(old.shape, shape))]
@@ -77,15 +77,15 @@ def grow(
     xtts: XTTS,
     language: str,             # a code such as fa
     texts: Iterable[str],      # of that language
-    seed: int = 0,             # of the new rows
-    tokens: int = 0,           # new ones, as for `_grow_tokenizer`
+    seed: int = 0,             # for the new rows
+    tokens: int = 0,           # new ones, as in `_grow_tokenizer`
 ) -> XTTS:
-    "Add a language: vocabulary, embedding and head grow, old rows stay; `UserError` if the model has it."
+    "Add a language: extends vocabulary, embedding and head; `UserError` if the model has it."
     tokenizer = _grow_tokenizer(xtts.tokenizer, language, texts, tokens)
     rows = max(tokenizer.size, xtts.config.model.gpt.text_tokens)
     sizes = {'text_tokens': rows, 'grown_from': xtts.config.model.gpt.grown_from or xtts.tokenizer.size}
     new = XTTS(xtts.config.replace(model={'gpt': sizes}), tokenizer, dvae=xtts.dvae)
-    new.source = xtts.source   # the rest of its folder is copied on saving
+    new.source = xtts.source   # saving copies the rest of its folder
     old, random = xtts.weights, np.random.default_rng(seed)
     for name, v in new.weights.items():
         if v is not old[name]: v.assign(_grown(old[name].numpy(), tuple(v.shape), random))
@@ -93,7 +93,7 @@ def grow(
 
 # %% ../../nbs/train/finetune.ipynb #aa530e8b
 def read_texts(path: str | Path) -> list[str]:
-    "Read the sentences of a UTF-8 file, one a line; raises `UserError` if it is missing or holds no text."
+    "Read a UTF-8 file with one sentence per line; raises `UserError` if it is missing or empty."
     try: lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
     except FileNotFoundError:
         raise UserError(f'{path}: the file is missing; write one sentence a line there.') from None
@@ -104,13 +104,13 @@ def read_texts(path: str | Path) -> list[str]:
 
 def grow_folder(
     folder: str | Path,        # a model
-    out: str | Path,           # a new folder for the grown one
+    out: str | Path,           # a new folder for the extended model
     language: str,
     texts: list[str],
-    tokens: int = 0,           # new ones, as for `_grow_tokenizer`
-    seed: int = 0,             # of the new rows
+    tokens: int = 0,           # new ones, as in `_grow_tokenizer`
+    seed: int = 0,             # for the new rows
 ) -> dict:                     # tokens_before, tokens
-    "Write a model with one more language to a new folder; raises `UserError` naming what is wrong."
+    "Add a language to a model and write it to a new folder; `UserError` for invalid arguments."
     if not (Path(folder) / 'config.yaml').is_file():
         raise UserError(f'{folder}: holds no model; name the folder of one.')
     before = Tokenizer.load(Path(folder) / 'tokenizer.json')
@@ -122,7 +122,7 @@ def grow_folder(
 
 # %% ../../nbs/train/finetune.ipynb #4713a288
 class _DerivedWeights(keras.StatelessScope):
-    "Inside, the weight of each part is read as the part computes it."
+    "A scope in which each part computes the value of its weight."
     def __init__(self, parts: list):
         super().__init__(initialize_variables=False)
         self.parts = {id(part.weight): part for part in parts}
@@ -143,13 +143,13 @@ class _LowRank:
     up: keras.Variable
     scale: float
 
-    def __post_init__(self): self.base = self.weight.value   # its value outside the scope
+    def __post_init__(self): self.base = self.weight.value   # value outside the scope
     @property
     def own(self) -> list: return [self.down, self.up]
     def __call__(self): return self.base + self.scale * tf.matmul(self.down.value, self.up.value)
 
 def _low_rank_parts(gpt: GPT, training: GPTTraining) -> list[_LowRank]:
-    "An adapter for both matrices of each block's attention; the first factor is random, the second zero."
+    "A LoRA adapter for both attention matrices of each block; first factor random, second zero."
     parts, rank = [], training.lora_rank
     for i, block in enumerate(gpt.blocks):
         for name, layer in (('qkv', block.qkv), ('project', block.project)):
@@ -162,11 +162,11 @@ def _low_rank_parts(gpt: GPT, training: GPTTraining) -> list[_LowRank]:
 
 # %% ../../nbs/train/finetune.ipynb #db1d4013
 def new_rows(
-    config: XTTSConfig,      # of the model and the run
+    config: XTTSConfig,      # of model and run
     tokenizer: Tokenizer,
-    languages: list[str],    # to be learned
+    languages: list[str],    # to learn
 ) -> list[tuple[int, int]]:  # (first, last + 1) of each
-    "The ids that were added with `languages` and that adapters must train; `UserError` if rows has none."
+    "The ids added with `languages`, for adapters to train; `UserError` if finetune=rows has none."
     if config.training.gpt.finetune == 'whole': return []
     grown_from = config.model.gpt.grown_from
     ids = {language: tokenizer.bpe.token_to_id(f'[{language}]') for language in tokenizer.languages}
@@ -181,7 +181,7 @@ def new_rows(
 # %% ../../nbs/train/finetune.ipynb #3533c980
 @dataclass
 class _ReplacedRows:
-    "A table of which some ranges of rows (or columns) are replaced by trainable ones."
+    "A table with some ranges of rows (or columns) replaced by trainable ones."
     weight: keras.Variable
     rows: keras.Variable
     sizes: list[int]      # along the axis: unchanged, replaced, unchanged, ...
@@ -193,11 +193,11 @@ class _ReplacedRows:
     def __call__(self):
         pieces = tf.split(self.base, self.sizes, self.axis)
         pieces[1::2] = tf.split(self.rows.value, self.sizes[1::2], self.axis)
-        # XLA has no gradient for an empty piece, such as the one behind a language at the end
+        # XLA has no gradient for an empty piece, such as one after a language at the end
         return tf.concat([piece for piece, size in zip(pieces, self.sizes) if size], self.axis)
 
 def _row_parts(gpt: GPT, runs: list[tuple[int, int]]) -> list[_ReplacedRows]:
-    "Trainable rows for `runs` of the text embedding and the text head, with the model's values."
+    "Trainable rows `runs` of text embedding and text head, initialised from the model."
     edges = [0, *(edge for run in runs for edge in run), gpt.cfg.text_tokens]
     sizes, tables = [b - a for a, b in zip(edges, edges[1:])], []
     for name, weight, axis in (('embedding', gpt.text_embedding.embeddings, 0),
@@ -209,7 +209,7 @@ def _row_parts(gpt: GPT, runs: list[tuple[int, int]]) -> list[_ReplacedRows]:
 
 # %% ../../nbs/train/finetune.ipynb #23e77cec
 class _AdapterUpdate(Update):
-    "An update of the variables of `parts`; the weights of `gpt` stay unchanged."
+    "An update of the variables of `parts`; the weights of `gpt` are frozen."
     def __init__(self, gpt: GPT, training: GPTTraining, parts: list):
         self.parts = parts
         super().__init__(gpt, training, [v for part in parts for v in part.own])
@@ -223,7 +223,7 @@ class _AdapterUpdate(Update):
 
     @contextmanager
     def as_trained(self):
-        "Inside, the weights hold the values of their parts, for compiled functions too."
+        "Context manager: the weights hold their parts' values, for compiled functions too."
         with super().as_trained(), put_back([part.weight for part in self.parts]):
             for part in self.parts: part.weight.assign(part())
             yield

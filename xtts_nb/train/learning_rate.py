@@ -19,7 +19,7 @@ from .trainer import Trainer
 
 # %% ../../nbs/train/learning_rate.ipynb #b2985ae0
 class _ExponentialRate(keras.optimizers.schedules.LearningRateSchedule):
-    "From `low` at the first update to `high` at the last, by the same factor each time."
+    "Exponential schedule from `low` at the first update to `high` at the last."
     def __init__(self, low: float, high: float, steps: int):
         self.low, self.high, self.steps = low, high, steps
 
@@ -27,21 +27,21 @@ class _ExponentialRate(keras.optimizers.schedules.LearningRateSchedule):
         return self.low * (self.high / self.low)**(tf.cast(step, 'float32') / (self.steps - 1))
 
 def _smoothed(losses: list[float], share: float = 0.8) -> np.ndarray:
-    "An exponential running mean: each loss weighs `share` of the one after it."
+    "Exponential moving average with decay `share`."
     weights = share**np.arange(len(losses))
     sums = np.convolve(losses, weights)[:len(losses)]
     return sums / np.cumsum(weights)
 
-_LEAST_FALL = .02   # of the smoothed loss; less is noise
+_LEAST_FALL = .02   # of the smoothed loss; smaller ones are noise
 
 def find_learning_rate(
-    trainer: Trainer,       # a new one: its weights become useless
+    trainer: Trainer,       # a new one: its weights are destroyed
     low: float = 1e-7,
     high: float = 1.,
-    steps: int = 80,        # updates at most
+    steps: int = 80,        # most updates
     progress=None,          # called with (done, total)
 ) -> dict:                  # rates, losses, smooth, suggestion: None if no rate lowered the loss
-    "Train at ever higher rates until the loss rises steeply; `UserError` for no range, or no finite loss."
+    "Train at increasing rates until the loss rises steeply; `UserError` if none is finite."
     if not 0 < low < high or steps < 10:
         raise UserError(f'Rates from {low:g} to {high:g} in {steps} updates are not a range; give two rates '
                         'and 10 updates or more.')
@@ -62,18 +62,18 @@ def find_learning_rate(
             'suggestion': float(f'{lowest / 10:.1g}') if fell else None}
 
 # %% ../../nbs/train/learning_rate.ipynb #cafa5e99
-def _check_rates(path: str | Path):   # as of `plot_learning_rate`
-    "Raise `UserError` if picture and numbers would replace files of another program."
+def _check_rates(path: str | Path):   # as in `plot_learning_rate`
+    "Raise `UserError` if plot and numbers would overwrite files of another program."
     path, numbers = Path(path), Path(path).with_suffix('.json')
     check_results(path.parent, (path.name, numbers.name), lambda: has_keys(numbers, 'rates', 'suggestion'))
 
 def plot_learning_rate(
     found: dict,           # from `find_learning_rate`
-    path: str | Path,      # of a PNG; the numbers go next to it, as JSON
+    path: str | Path,      # PNG; a JSON file next to it has the numbers
 ):
-    "Draw the losses over the rates and mark the suggestion; `UserError` if other files would be replaced."
+    "Plot losses over rates with the suggestion; `UserError` if other files would be overwritten."
     _check_rates(path)
-    write_json(Path(path).with_suffix('.json'), found)   # first: it tells whose the picture is
+    write_json(Path(path).with_suffix('.json'), found)   # first: marks the picture as ours
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6, 3.5), layout='constrained')
     axes = figure.subplots()

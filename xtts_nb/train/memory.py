@@ -31,7 +31,7 @@ from .trainer import _room_in_container
 # %% ../../nbs/train/memory.ipynb #69b85109
 @lru_cache
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
-    "Count the weights of each network that is in memory during training; nothing is allocated."
+    "Count the weights of each network in memory during training, without allocating them."
     config = XTTSConfig(model=model)
     nets = without_values(lambda: (GPT(config, 0, name='GPT'), DVAE(config, name='DVAE')))
     return {net.name: parameter_count(net) for net in nets}
@@ -40,7 +40,7 @@ def _trainable_count(
     config: XTTSConfig,
     rows: int = 0,      # of a new language
 ) -> int:
-    "How many numbers `training.gpt.finetune` trains."
+    "Number of parameters that `training.gpt.finetune` trains."
     gpt, training = config.model.gpt, config.training.gpt
     if training.finetune == 'whole': return parameter_counts(config.model)['GPT']
     adapters = gpt.num_layers * training.lora_rank * 6 * gpt.hidden_dim * (training.finetune == 'lora')
@@ -48,7 +48,7 @@ def _trainable_count(
 
 # %% ../../nbs/train/memory.ipynb #3ce55e41
 def _compute_capability() -> float:
-    "That of the first GPU, such as 8.9; 0 without one, 8 where TensorFlow does not tell it."
+    "Compute capability of the first GPU, such as 8.9; 0 without one, 8 if unknown."
     gpus = tf.config.list_physical_devices('GPU')
     if not gpus: return 0
     major, minor = tf.config.experimental.get_device_details(gpus[0]).get('compute_capability', (8, 0))
@@ -58,27 +58,27 @@ def _block_buffers(
     config: XTTSConfig,
     length: int,         # positions of a clip
     gpu: float,          # compute capability
-) -> list[tuple[float, int]]:   # bytes, how many
-    "What one block of a step for a GPU holds for its backward pass, as XLA plans it."
+) -> list[tuple[float, int]]:   # bytes, count
+    "Buffers that one block keeps for the backward pass on a GPU, as XLA plans them."
     gpt, training = config.model.gpt, config.training.gpt
     clips, whole = config.data.batch_size // training.grad_accum_steps, training.finetune == 'whole'
     states, scores = clips * length * gpt.hidden_dim, clips * gpt.num_heads * length**2
     size = 4. if training.precision == 'float32' else 2.
     masks = [(1. * scores, 1), (1. * states, 2)]
-    hopper = size == 2 and gpu >= 9   # adds in bfloat16, and keeps the softmax in float32
+    hopper = size == 2 and gpu >= 9   # adds in bfloat16, keeps the softmax in float32
     return [((4. if hopper else size) * scores, 1), (size * scores, 1), ((2. if hopper else 4.) * states, 2),
             (size * states, 5 + whole), (4 * size * states, 1 + hopper + whole), *masks]
 
 # %% ../../nbs/train/memory.ipynb #3ce55e42
-_MATRICES = (4, 2), (3, 1), (1, 1)   # of a block: width**2 numbers, how many
+_MATRICES = (4, 2), (3, 1), (1, 1)   # of a block: width**2 numbers, count
 
 def _kept_for_backward(
     config: XTTSConfig,
     codes: int,          # S
     text: int,           # T
     gpu: float,          # compute capability
-) -> list[tuple[str, float, int]]:   # purpose, bytes, how many
-    "What a step for a GPU holds when its backward pass begins, apart from weights and gradients."
+) -> list[tuple[str, float, int]]:   # purpose, bytes, count
+    "GPU buffers at the start of the backward pass, apart from weights and gradients."
     gpt, training, frames = config.model.gpt, config.training.gpt, config.data.reference_frames
     clips, whole = config.data.batch_size // training.grad_accum_steps, training.finetune == 'whole'
     size, length = (4. if training.precision == 'float32' else 2.), gpt.prompt_latents + text + codes + 4
@@ -86,8 +86,8 @@ def _kept_for_backward(
     states = clips * length * gpt.hidden_dim
     ends = size * clips * (parts['GPT heads'] + parts['GPT embeddings'])
     softmax = 2. * gpt.num_heads * frames**2 * gpt.conditioning_layers * (size == 2 and gpu >= 9)
-    voice = clips * (size * parts['GPT voice'] + softmax) * whole   # an adapter sends it no gradient
-    if training.gradient_checkpointing:   # the input of each block, and one block computed again
+    voice = clips * (size * parts['GPT voice'] + softmax) * whole   # adapters give it no gradient
+    if training.gradient_checkpointing:   # each block's input, and one recomputed block
         inputs = 2 * size * clips * frames * gpt.hidden_dim * gpt.conditioning_layers * whole
         again = sum(n * many for n, many in block) + (4 * size + 8) * states
         at_once = max(again, ends, voice / gpt.conditioning_layers)
@@ -95,7 +95,7 @@ def _kept_for_backward(
     else: kept = [(n, many * gpt.num_layers) for n, many in block] + [(ends + voice, 1)]
     held = [('activations', n, many) for n, many in kept]
     square, lora = gpt.hidden_dim**2, training.finetune == 'lora'
-    if size == 2:   # every matrix of a block is converted once and held
+    if size == 2:   # a converted copy of each matrix
         held += [('copies of weights', size * n * square, gpt.num_layers * many) for n, many in _MATRICES]
     elif lora: held += [('copies of weights', 4. * n * square, gpt.num_layers) for n in (3, 1)]
     return held
@@ -107,7 +107,7 @@ def _gpu_memory(
     text: int,           # T
     gpu: float,          # compute capability
 ) -> dict[str, float]:   # bytes of activations, copies of weights
-    "What a step for a GPU holds apart from weights and gradients; part of it is where gradients come later."
+    "GPU memory of a step besides weights and gradients; gradients reuse part of it later."
     gpt, held = config.model.gpt, _kept_for_backward(config, codes, text, gpu)
     total = Counter()
     for purpose, n, many in held: total[purpose] += n * many
@@ -126,27 +126,27 @@ def _activation_count(
     codes: int,      # S
     text: int,       # T
 ) -> float:
-    "Activations of one clip: those stored for the backward pass, and those needed in it at once."
+    "Activations per clip: stored for the backward pass, and live at once during it."
     gpt, training, data = config.model.gpt, config.training.gpt, config.data
     stored = forward_numbers(config, text, codes)
     length, block = gpt.prompt_latents + text + codes + 4, stored['GPT blocks'] / gpt.num_layers
-    if training.gradient_checkpointing:   # the input of each block, and one block computed again
+    if training.gradient_checkpointing:   # each block's input, and one recomputed block
         stored['GPT blocks'] = gpt.num_layers * length * gpt.hidden_dim + block
         layers = gpt.conditioning_layers
         stored['GPT voice'] = layers * data.reference_frames * gpt.hidden_dim + stored['GPT voice'] / layers
-    if training.finetune != 'whole': stored['GPT voice'] = 0   # it gets no gradient
+    if training.finetune != 'whole': stored['GPT voice'] = 0   # without gradient
     return sum(stored.values()) + 2 * block
 
-_MEMORY_ERROR = 0.05   # of the estimate for a GPU, compared with XLA's plans for the released model
+_MEMORY_ERROR = 0.05   # relative error of the GPU estimate against XLA's plans, released model
 
 def memory_needs(
     config: XTTSConfig,
     codes: int,         # S of the largest bucket
     text: int,          # T of it
     rows: int = 0,      # of a new language
-    gpu: float | None = None,   # compute capability of the GPU that trains, 0 for a CPU; default: as here
+    gpu: float | None = None,   # compute capability, 0 for a CPU; default: this machine's
 ) -> dict[str, float]:
-    "Estimate the bytes that training needs, by purpose; for a GPU as XLA plans them (`_MEMORY_ERROR`)."
+    "Estimate the bytes that training needs, by purpose; on a GPU as XLA plans (`_MEMORY_ERROR`)."
     training, all_ = config.training.gpt, parameter_counts(config.model)
     moving = _trainable_count(config, rows)
     half = training.precision != 'float32'
@@ -157,13 +157,13 @@ def memory_needs(
     else:
         gpt = config.model.gpt
         adapted = 16. * gpt.num_layers * gpt.hidden_dim**2 * (training.finetune == 'lora')
-        kept = {'copies of weights': 2. * all_['GPT'] * half + adapted,   # adapted ones in float32
+        kept = {'copies of weights': 2. * all_['GPT'] * half + adapted,   # adapted: float32
                 'activations': (2. if half else 4.) * at_once * _activation_count(config, codes, text)}
     written = 4. * moving + moments + means
-    # on a CPU XLA writes next to the old values; a graph clips the gradients where the activations were
+    # on a CPU XLA keeps old and new values; a graph reuses activation memory to clip gradients
     clipped = max(0., 4. * moving - kept['activations']) if _writes_in_place(written) else 0.
     anew = 0. if gpu else written if choose_xla(training, written)[0] else clipped
-    # of the state and of the model, where that has other weights; from a GPU it goes to the host
+    # state, and model if its weights differ; from a GPU it goes to the host
     other = training.finetune != 'whole' or training.ema > 0
     copy = 0. if gpu else 4. * moving + moments + means + 4. * (all_['DVAE'] + other * all_['GPT'])
     return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': kept['copies of weights'],
@@ -174,12 +174,12 @@ def memory_needs(
 
 # %% ../../nbs/train/memory.ipynb #16ff03ee
 def _status(key: str) -> int:
-    "Bytes of this process as Linux reports them: VmHWM is its peak, VmData its writable memory."
+    "Bytes of this process as reported by Linux: VmHWM is its peak, VmData its writable memory."
     lines = Path('/proc/self/status').read_text(encoding='utf-8').splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f'{key}:'))
 
 def _limit_memory(most: int):
-    "Limit this process to `most` bytes of the first GPU or the machine; call it before TensorFlow starts."
+    "Limit this process to `most` bytes of GPU or host memory; call it before TensorFlow starts."
     if gpus := tf.config.list_physical_devices('GPU'):
         tf.config.set_visible_devices(gpus[:1], 'GPU')
         limit = tf.config.LogicalDeviceConfiguration(memory_limit=most // 2**20)
@@ -189,11 +189,11 @@ def _limit_memory(most: int):
     resource.setrlimit(resource.RLIMIT_DATA, (_status('VmData') + most, hard_limit))
 
 _OUT_OF_MEMORY = 3   # exit code of a trial
-# by which the kernel ends a process, and by which libraries end where an allocation fails
+# from the kernel's OOM killer, and from libraries after a failed allocation
 _MEMORY_SIGNALS = signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS
 
 def trial():
-    "Run in the process of a trial: read settings from stdin, make two updates, print their cost as JSON."
+    "Trial process: reads settings from stdin, runs two updates, prints their cost as JSON."
     request = json.load(sys.stdin)
     config = XTTSConfig.from_dict(request['config'])
     setup_tf(memory_growth=False)
@@ -209,7 +209,7 @@ def trial():
                 begun = time.perf_counter()
                 step(batch, tf.constant(number))['loss'].numpy()
         seconds = time.perf_counter() - begun
-        with update.as_trained():   # as a checkpoint and the model are written
+        with update.as_trained():   # as when writing checkpoint and model
             for v in update.state.values(): v.numpy()
     except Exception as e:
         if not _lacked_memory(e): raise
@@ -224,9 +224,9 @@ def _run_trial(
     codes: int,               # S of the largest bucket
     text: int,                # T of it
     runs: list = (),          # rows of a new language, from `new_rows`
-    memory: int | None = None,   # bytes that it may use; default: 90 % of the free ones
+    memory: int | None = None,   # bytes to use; default: 90 % of free memory
 ) -> dict | None:             # seconds of the second update, peak in bytes; None: out of memory
-    "Try an update in a new process; raises `UserError` if it fails for another reason than memory."
+    "Try an update in a child process; raises `UserError` for failures other than memory."
     request = {'config': config.model_dump(), 'shape': (text, codes), 'runs': runs,
                'memory': _memory_budget(memory)}
     command = [sys.executable, '-c', 'from xtts_nb.train.memory import trial; trial()']
@@ -239,13 +239,13 @@ def _run_trial(
 
 # %% ../../nbs/train/memory.ipynb #77f96b3c
 def _free_memory(
-    plan: DevicePlan | None = None,   # of the devices; default: the first card trains
-    child: bool = False,              # for another process: what this one holds is not free
+    plan: DevicePlan | None = None,   # default: the first GPU trains
+    child: bool = False,              # for a child process: excludes what this one holds
 ) -> tuple[str, int | None]:
-    "The device that trains, and its free bytes; None if they cannot be read."
+    "The training device and its free bytes; None if unknown."
     gpus, (card, part) = tf.config.list_physical_devices('GPU'), plan.model_part if plan else (0, 0)
     if not gpus: return 'this machine', int(min(psutil.virtual_memory().available, _room_in_container()))
-    # TensorFlow holds its limit from the start
+    # TensorFlow allocates up to its limit at once
     if parts := tf.config.get_logical_device_configuration(gpus[card]):
         if child:
             name, free = _free_on_card(card)
@@ -255,7 +255,7 @@ def _free_memory(
     return _free_on_card(card)
 
 def _free_on_card(card: int) -> tuple[str, int | None]:
-    "The name of a card of this process and its free bytes; None and the reason if NVML does not tell."
+    "A GPU's name and free bytes; the reason and None if NVML fails."
     try: cards = visible_cards()
     except UserError as e: return f'GPU {card} ({str(e).partition(";")[0]})', None
     if card >= len(cards):
@@ -265,9 +265,9 @@ def _free_on_card(card: int) -> tuple[str, int | None]:
     return gpu.name, gpu.memory_total - gpu.memory_used
 
 def _memory_budget(
-    memory: int | None = None,   # bytes; default: 90 % of the free ones
+    memory: int | None = None,   # bytes; default: 90 % of free memory
 ) -> int:
-    "Bytes that a trial may use; raises `UserError` if none are given and none can be read."
+    "Bytes that a trial may use; raises `UserError` if not given and unknown."
     if memory: return int(memory)
     device, free = _free_memory(child=True)
     if free is None:
@@ -283,7 +283,7 @@ def check_memory(
     rows: int = 0,      # of a new language
     free: tuple[str, int | None] | None = None,   # default: `_free_memory`
 ) -> str:
-    "The needed and the free memory in a line; raises `UserError` if even without activations it cannot fit."
+    "A line on needed and free memory; raises `UserError` if it cannot fit, activations aside."
     needs, (device, room) = memory_needs(config, codes, text, rows), free or _free_memory()
     parts = ', '.join(f'{name} {n / 1e9:.1f}' for name, n in needs.items() if n >= 5e7)
     line = f'Training needs about {sum(needs.values()) / 1e9:.1f} GB ({parts})'
@@ -301,7 +301,7 @@ def check_memory(
 
 # %% ../../nbs/train/memory.ipynb #46c0c4cb
 def _memory_settings(config: XTTSConfig) -> list[XTTSConfig]:
-    "Settings with ever fewer rows at once, then the same with gradient checkpointing."
+    "Settings with fewer and fewer rows at once, then the same with gradient checkpointing."
     training, rows = config.training.gpt, config.data.batch_size
     parts = [n for n in range(training.grad_accum_steps, rows + 1) if rows % n == 0]
     checkpointing = (True,) if training.gradient_checkpointing else (False, True)
@@ -314,10 +314,10 @@ def _find_batch_size(
     codes: int,                # S of the largest bucket
     text: int,                 # T of it
     runs: list = (),           # rows of a new language, from `new_rows`
-    memory: int | None = None, # bytes to use; default: 90 % of the free ones
-    progress=None,             # called with (done, total at most)
-) -> tuple[XTTSConfig, list[dict]]:   # settings that fit; rows, accumulation, fits, ... of each trial
-    "Settings with as many rows at once as fit into the memory; raises `UserError` if not even one does."
+    memory: int | None = None, # bytes to use; default: 90 % of free memory
+    progress=None,             # called with (done, most)
+) -> tuple[XTTSConfig, list[dict]]:   # settings that fit; per trial: rows, accumulation, fits, ...
+    "Settings with as many rows at once as fit into memory; raises `UserError` if none fits."
     memory, all_, tried = _memory_budget(memory), _memory_settings(config), {}
     count = sum(b - a for a, b in runs)
 
@@ -328,7 +328,7 @@ def _find_batch_size(
         return tried[i]['fits']
 
     estimates = (memory_needs(c, codes, text, count) for c in all_)
-    # a copy is only made where it fits
+    # a copy is made only if it fits
     needs = [sum(parts.values()) - parts['copy for a checkpoint'] for parts in estimates]
     at = next((i for i, n in enumerate(needs) if n <= memory), len(all_) - 1)
     while at < len(all_) and not fits(at): at += 1

@@ -34,22 +34,22 @@ from .trainer import Trainer
 
 # %% ../../nbs/train/parts.ipynb #f08e1ec2
 class _PartUpdate:
-    "Base of the two updates; a subclass gives `__call__(batch, number)` and `evaluate(batch)`."
+    "Base class of the updates; a subclass defines `__call__(batch, number)` and `evaluate(batch)`."
     def __init__(self, model: keras.Model, nets: dict, training: PartTraining):
-        self.model, self.nets, self.training = model, nets, training   # nets: {name: network} to save
+        self.model, self.nets, self.training = model, nets, training   # nets: {name: network}
 
     @property
     def state(self) -> dict:
         "Every variable that a resumed run needs."
         held = {f'{part}/{k}': v for part, net in self.nets.items() for k, v in named_weights(net).items()}
-        # numbers, since two variables may have the same name
+        # indices, since names may repeat
         return held | {f'{o.name}/{i}': v for o in self.optimizers for i, v in enumerate(o.variables)}
 
     @property
     def optimizer(self): return self.optimizers[0]
 
     def as_trained(self):
-        "Inside, the weights are their running means if the section of the training sets `ema`."
+        "Context manager: the weights are their moving averages if the training section sets `ema`."
         return averaged(self.optimizer, self.weights)
 
     def means(self, sums: dict) -> dict:
@@ -57,7 +57,7 @@ class _PartUpdate:
         return {name: total / sums['count'] for name, total in sums.items() if name != 'count'}
 
     def finish(self, losses: dict, gradients: list, norm, also=lambda good: None) -> dict:
-        "Apply the gradients of each optimizer if all are finite, and call `also` with whether they are."
+        "Apply each optimizer's gradients if all are finite; calls `also` with that condition."
         good = tf.math.is_finite(losses['loss']) & tf.math.is_finite(norm)
 
         def apply():
@@ -72,15 +72,15 @@ class _PartUpdate:
 
 # %% ../../nbs/train/parts.ipynb #1eb26fe4
 class _Crops:
-    "Batches of crops from mels (total F, C) that are stored end to end."
-    def __init__(self, mels: np.ndarray, config: XTTSConfig, crop: int = 64):   # F of a crop
+    "Batches of crops from concatenated mels (total F, C)."
+    def __init__(self, mels: np.ndarray, config: XTTSConfig, crop: int = 64):   # frames per crop
         self.data = config.data.model_copy(update={'batch_size': config.training.dvae.batch_size})
         with tf.device(_HOST): self.pool = tf.constant(mels, tf.float32)
         self.crop, self.seed = crop, config.training.dvae.seed
         self.steps_per_epoch = max(1, len(mels) // (crop * self.data.batch_size))
 
     def starts(self, step):
-        "(B,) frames where the crops of a step begin."
+        "Start frames (B,) of a step's crops."
         most = max(1, self.pool.shape[0] - self.crop)
         seed = tf.stack([self.seed, step])
         return tf.random.stateless_uniform((self.data.batch_size,), seed, 0, most, tf.int64)
@@ -99,7 +99,7 @@ class _Crops:
 
 # %% ../../nbs/train/parts.ipynb #27a2f6a7
 class _DVAEUpdate(_PartUpdate):
-    "One update of a DVAE on crops: gradients for the network, running means for the codebook."
+    "A DVAE update on crops: gradients for the network, moving averages for the codebook."
     def __init__(self, dvae: DVAE, training: DVAETraining):
         super().__init__(dvae, {'dvae': dvae}, training)
         self.weights = dvae.trainable_variables
@@ -134,10 +134,10 @@ class _SavedDVAE:
         save_weights(folder / 'dvae.safetensors', weights or self.weights)
 
 def _dvae_trainer(
-    mels: np.ndarray,               # (total F, C) log-mels end to end
+    mels: np.ndarray,               # (total F, C) concatenated log-mels
     config: XTTSConfig,
     run: Path | None = None,        # folder to resume from
-    val: float = 0.,                # share of the frames, the last ones, to validate on
+    val: float = 0.,                # share of frames, at the end, to validate on
 ) -> Trainer:
     "A trainer of a new DVAE of `config`'s size."
     keras.utils.set_random_seed(config.training.dvae.seed)
@@ -148,18 +148,18 @@ def _dvae_trainer(
     return Trainer(_SavedDVAE(config, dvae), _Crops(mels[:len(mels) - held], config), run, validation, update)
 
 def train_dvae(
-    mels: np.ndarray,               # (total F, C) log-mels end to end
+    mels: np.ndarray,               # (total F, C) concatenated log-mels
     config: XTTSConfig,
     progress=None,                  # called with (done, total, the metrics of the latest log line)
-) -> tuple[DVAE, dict]:             # and the summary of the training
-    "Train a new DVAE of `config`'s size on `mels`; `UserError` if losses stay not finite."
+) -> tuple[DVAE, dict]:             # and the training summary
+    "Train a new DVAE of `config`'s size on `mels`; `UserError` for persistent non-finite losses."
     trainer = _dvae_trainer(mels, config)
     result = trainer.fit(progress=progress)
     return trainer.update.model, result
 
 # %% ../../nbs/train/parts.ipynb #55ee3510
-def _check_origin(run: Path, facts: dict, given: dict):   # what a run began with; None: not given
-    "Raise `UserError` if a run that exists began with something else."
+def _check_origin(run: Path, facts: dict, given: dict):   # of the start of a run; None: not given
+    "Raise `UserError` if an existing run started from something else."
     for name, value in given.items():
         if facts and value is not None and facts.get(name) not in (None, value):
             raise UserError(f'{run}: began with {name} {facts[name]}, not {value}; leave that out to resume, '
@@ -168,11 +168,11 @@ def _check_origin(run: Path, facts: dict, given: dict):   # what a run began wit
 def new_dvae_run(
     run: str | Path,
     config: XTTSConfig | None = None,   # default: the run's own
-    mels=None,                          # () -> (total F, C) log-mels end to end, called for a new run
+    mels=None,                          # () -> (total F, C) concatenated log-mels, for a new run
     val: float = 0.,                    # share of them to validate on
-    corpus: str | Path | None = None,   # that they are from
+    corpus: str | Path | None = None,   # their source
 ) -> Trainer:
-    "Begin or resume a run of a DVAE; raises `UserError` for no or other mels than those of the run."
+    "Start or resume a DVAE run; raises `UserError` for missing mels, or others than the run's."
     run = Path(run)
     facts = run_facts(run, 'dvae')
     if not (facts or mels):
@@ -185,7 +185,7 @@ def new_dvae_run(
         with locked(run / 'lock', busy):
             with atomic_file(run / 'mels.npy') as part, open(part, 'wb') as file: np.save(file, mels())
             if config: _write_config(run, config)
-            write_json(run / 'run.json', facts)   # last: a start that was cut off before it is made again
+            write_json(run / 'run.json', facts)   # last: an interrupted start is repeated
     config = config or XTTSConfig.load(run / 'config.yaml')
     trainer = _dvae_trainer(np.load(run / 'mels.npy'), config, run, facts['held_out'])
     _write_config(run, config)
@@ -195,7 +195,7 @@ def new_dvae_run(
 _BANK_FILES = 'clips.json', 'states.npy', 'wav.npy', 'voice.npy', 'length.npy', 'speaker.npy', 'language.npy'
 
 class _Bank:
-    "States, samples and speaker mels of a corpus, stored in a folder."
+    "Stored GPT states, samples and speaker mels of a corpus."
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         names = 'states', 'wav', 'voice'
@@ -210,18 +210,18 @@ class _Bank:
 
 # %% ../../nbs/train/parts.ipynb #dd3b526a
 def _lengths(cache: Cache, config: XTTSConfig) -> np.ndarray:   # (3, clips)
-    "Codes, samples for the decoder and frames for the speaker encoder of each clip."
+    "Per clip: codes, decoder samples and speaker-encoder frames."
     rate, speaker = config.model.audio.sample_rate, config.model.speaker
     samples, codes = np.asarray(cache.samples, np.int64), np.asarray(cache.codes_length, np.int64)
     return np.stack([codes, samples * config.model.decoder.sample_rate // rate,
                      1 + samples * speaker.sample_rate // rate // speaker.hop_length])
 
 def _limits(config: XTTSConfig) -> list:
-    "The settings that decide which clips are in a bank."
+    "The settings that select a bank's clips."
     return [config.data.min_seconds, config.data.max_seconds, config.data.max_text_tokens]
 
 def _is_made(folder: Path, config: XTTSConfig) -> bool:
-    "Whether a folder has a bank made with these limits."
+    "Whether a folder has a bank with these limits."
     facts = read_json(folder / 'clips.json') if (folder / 'clips.json').is_file() else {}
     return isinstance(facts, dict) and facts.get('limits') == _limits(config)
 
@@ -229,10 +229,10 @@ def _make_bank(
     xtts: XTTS,
     cache: Cache,
     folder: str | Path,          # a new one
-    corpus: str | Path | None = None,   # of the cache, if it was moved
+    corpus: str | Path | None = None,   # of the cache, if moved
     progress=None,               # called with (done, total)
 ) -> _Bank:
-    "Compute the GPT's states of every clip of a cache once, and store them with the recordings."
+    "Compute the GPT's states for every clip of a cache and store them with the recordings."
     clips = np.flatnonzero(within_limits(cache, xtts.config.data))
     report = progress or (lambda done, total: None)
     if not len(clips):
@@ -252,7 +252,7 @@ def _make_bank(
     return _Bank(folder)
 
 def _empty_arrays(folder: Path, config: XTTSConfig, sizes) -> list[np.ndarray]:
-    "Mapped files for states, samples and speaker mels with that number of rows."
+    "Memory-mapped files for states, samples and speaker mels with these numbers of rows."
     rows = {'states': (config.model.gpt.hidden_dim,), 'wav': (), 'voice': (config.model.speaker.n_mels,)}
     create = np.lib.format.open_memmap
     arrays = [create(folder / f'{name}.npy', 'w+', np.int16 if name == 'wav' else np.float16, (int(n), *row))
@@ -262,7 +262,7 @@ def _empty_arrays(folder: Path, config: XTTSConfig, sizes) -> list[np.ndarray]:
 
 # %% ../../nbs/train/parts.ipynb #3f97059c
 def _fill_states(xtts: XTTS, cache: Cache, clips: np.ndarray, out: np.ndarray, report):
-    "Fill `out` with the GPT's state at each code of some clips, each of which comes once."
+    "Fill `out` with the GPT's state at each code of the clips, each read once."
     data = xtts.config.data.model_copy(update={'balance_speakers': False, 'balance_languages': False})
     plan, length, done = BatchPlan(cache, data, clips), cache.codes_length[clips], 0
     first = dict(zip(clips.tolist(), np.cumsum(length) - length))
@@ -286,7 +286,7 @@ def _fill_states(xtts: XTTS, cache: Cache, clips: np.ndarray, out: np.ndarray, r
 
 def _fill_audio(config: XTTSConfig, cache: Cache, clips: np.ndarray, corpus, out: list[np.ndarray],
                 lengths: np.ndarray, report):
-    "Fill two arrays with the samples of each clip and with its speaker mel."
+    "Fill the arrays with each clip's samples and speaker mel."
     rate, speaker = config.model.decoder.sample_rate, config.model.speaker
     ends = np.cumsum(lengths, 1)
 
@@ -297,7 +297,7 @@ def _fill_audio(config: XTTSConfig, cache: Cache, clips: np.ndarray, corpus, out
         else: wav = load_audio(cache.wav_path(i), rate)
         mel = speaker_log_mel(resample(wav, rate, speaker.sample_rate), speaker).numpy()
         for array, end, n, x in zip(out, ends[:, place], lengths[:, place], (np.round(wav * 32767), mel)):
-            # rounding may leave the last one out
+            # rounding may drop the last one
             array[end - n:end] = x[np.minimum(np.arange(n), len(x) - 1)]
 
     with ThreadPoolExecutor(config.data.num_workers) as pool:
@@ -324,7 +324,7 @@ class Windows:
         self.held = {name: _GraphArrays([getattr(bank, name)]) for name in bank.length}
 
     def _make_table(self, use: np.ndarray, config: XTTSConfig):
-        "Tensors with a row for each clip: places of windows, clips of the speaker, starts and lengths."
+        "Tensors with a row per clip: windows, the speaker's clips, starts and lengths."
         bank, speakers = self.bank, self.bank.speaker[use]
         places = np.maximum(bank.length['states'][use] - self.codes, 0) + 1
         _, first, group, count = np.unique(speakers, True, True, True)   # index, inverse, counts
@@ -353,13 +353,13 @@ class Windows:
 # %% ../../nbs/train/parts.ipynb #b2d4f6a8
 @patch
 def names(self: Windows, step: int) -> list[str]:
-    "The ids of the clips of a step."
+    "The clip ids of a step."
     with tf.device(_HOST): rows = self.pick(tf.constant(step, tf.int64))[0].numpy()
     return [self.bank.ids[self.clips[i]] for i in rows]
 
 @patch
 def pick(self: Windows, step):
-    "(B,) each: rows of the table, first codes of the windows, rows of the references, their first frames."
+    "(B,) each: table rows, first codes of windows, reference rows, first frames."
     seed = tf.stack([tf.constant(self.seed, tf.int64), step])
     draw = tf.random.stateless_uniform([3, self.data.batch_size], seed, dtype=tf.float64)
     whole = lambda part, count: tf.cast(part * tf.cast(count, tf.float64), tf.int64)
@@ -374,24 +374,24 @@ def pick(self: Windows, step):
 
 @patch
 def gather(self: Windows, name: str, row, place):
-    "Rows of an array at `place` (B, width) in its clips; beyond the end, the last row."
+    "Rows of an array at `place` (B, width) in its clips; past the end, the last row."
     inside = tf.clip_by_value(place, 0, tf.gather(self.table[f'{name}_length'], row)[:, None] - 1)
     return tf.gather(self.held[name](), tf.gather(self.table[f'{name}_start'], row)[:, None] + inside)
 
 def _other(row, first, count, draw):
-    "Another row of the group `first` ... `first` + `count` - 1 than `row`, if there is one."
+    "A row of the group [`first`, `first` + `count`) other than `row`, if there is one."
     other = first + draw
     return tf.where(other >= row, tf.minimum(other + 1, first + count - 1), other)
 
 def _window_samples(config: XTTSConfig) -> int:
-    "Samples that the decoder makes of a window."
+    "Decoder samples per window."
     model = config.model
     rates = model.decoder.sample_rate / model.audio.sample_rate
     frames = int(config.training.decoder.window * model.dvae.frames_per_code * rates)
     return frames * int(np.prod(model.decoder.rates))
 
 # %% ../../nbs/train/parts.ipynb #0f987950
-_RESOLUTIONS = (512, 40), (1024, 80), (2048, 120)   # points of the transform, mel bins
+_RESOLUTIONS = (512, 40), (1024, 80), (2048, 120)   # FFT size, mel bins
 
 def _mel_distance(
     a,                  # (B, N) samples
@@ -409,7 +409,7 @@ def _mel_distance(
 
 # %% ../../nbs/train/parts.ipynb #50e73d1a
 class _DecoderUpdate(_PartUpdate):
-    "One update of decoder and critics on windows, and of the speaker encoder where it is `learning`."
+    "An update of decoder and critics on windows, and of the speaker encoder if it is `learning`."
     def __init__(self, decoder: HiFiGAN, encoder: SpeakerEncoder, learning: bool, config: XTTSConfig):
         self.speaker = config.model.speaker
         self.rate = config.model.decoder.sample_rate
@@ -422,7 +422,7 @@ class _DecoderUpdate(_PartUpdate):
         self.learned = self.weights, self.critic.trainable_variables
         names = 'adamw', 'critic_adamw'
         self.optimizers = [AdamW(w, self.training, n) for w, n in zip(self.learned, names)]
-        # a rate that is assigned to the first is the rate of both
+        # a rate assigned to the first applies to both
         self.optimizers[1].learning_rate = self.optimizers[0].schedule
 
     def compare(self, made, real) -> dict:
@@ -468,7 +468,7 @@ def evaluate(self: _DecoderUpdate, batch):
 # %% ../../nbs/train/parts.ipynb #f8036c64
 class _SavedDecoder:
     "A model with its decoder, as a folder."
-    exports = 20   # in a training: most of the file is the GPT, which stays as it is
+    exports = 20   # per training, since most of the file is the unchanged GPT
 
     def __init__(self, xtts: XTTS, nets: dict):   # {'decoder': HiFiGAN, 'speaker': SpeakerEncoder}
         self.xtts, self.nets, self.config = xtts, nets, xtts.config
@@ -481,23 +481,23 @@ class _SavedDecoder:
     def save(self, folder: Path, weights: dict | None = None): self.xtts.save(folder, weights or self.weights)
 
 def cache_of(model: str | Path) -> Path:
-    "The cache that a run was trained on; raises `UserError` for a model without that fact."
+    "The cache that a run was trained on; raises `UserError` if the model does not record it."
     facts = training_facts(model)
     if 'cache' in facts: return Path(facts['cache'])
     raise UserError(f'{model}: does not say which cache it was trained on; name one with `data`.')
 
 # %% ../../nbs/train/parts.ipynb #5d203faa
 def _trained_as(xtts: XTTS, config: XTTSConfig) -> XTTSConfig:
-    "The settings of a model with the run's sections of `config`; of a new decoder, its sizes too."
+    "A model's settings with the run's sections of `config`, and for a new decoder its sizes."
     sizes = {} if xtts.hifigan else {'speaker': config.model.speaker, 'decoder': config.model.decoder}
     sections = {name: getattr(config, name) for name in ('data', 'training', 'speech')}
     return xtts.config.model_copy(update=sections | {'model': xtts.config.model.model_copy(update=sizes)})
 
 def _begin_decoder(run: Path, model: Path, cache: Cache, config: XTTSConfig, held_out: list[str], corpus):
-    "Copy the model, with a decoder, and write the facts of the run into its folder."
+    "Copy the model, with a decoder, and write the run's facts to its folder."
     xtts = XTTS.load(model, dtype='float32')
-    cache.array('codes', 0)   # raises an error for a cache without codes
-    _held_out_mask(cache, held_out)   # and for an unknown clip
+    cache.array('codes', 0)   # raises for a cache without codes
+    _held_out_mask(cache, held_out)   # raises for an unknown clip
     _check_same(xtts, cache, model)
     xtts.config = _trained_as(xtts, config)
     keras.utils.set_random_seed(config.training.decoder.seed)
@@ -519,14 +519,14 @@ def _check_same(xtts: XTTS, cache: Cache, model: Path):
 # %% ../../nbs/train/parts.ipynb #87e87439
 def new_decoder_run(
     run: str | Path,
-    model: str | Path | None = None,    # folder of a trained model; not needed to resume
+    model: str | Path | None = None,    # a trained model; not needed to resume
     cache: Cache | None = None,         # prepared with its DVAE; not needed to resume
-    config: XTTSConfig | None = None,   # settings, without the model's sizes; default: the model's
+    config: XTTSConfig | None = None,   # except model sizes; default: the model's
     held_out: list[str] = (),           # ids of clips to validate on
-    corpus: str | Path | None = None,   # of the cache, if it was moved
-    progress=None,                      # called with (done, total) while the bank is made
+    corpus: str | Path | None = None,   # of the cache, if moved
+    progress=None,                      # called with (done, total) for the bank
 ) -> Trainer:
-    "Begin or resume a run of a decoder; raises `UserError` if there is neither a run nor a model."
+    "Start or resume a decoder run; raises `UserError` without a run or model."
     run = Path(run)
     facts = run_facts(run, 'decoder')
     if not facts and not (model and cache):

@@ -32,7 +32,7 @@ from .trainer import Trainer
 
 # %% ../../nbs/train/profile.ipynb #163f7319
 def _owners(update: Update) -> dict[str, list]:   # {owner: variables}
-    "The variables of a training step by owner."
+    "A training step's variables by owner."
     weights, slots, means = update.weights, [], []
     frozen = [v for v in update.gpt.variables if not any(v is w for w in weights)]
     average = getattr(update.optimizer, '_model_variables_moving_average', None) or []
@@ -53,7 +53,7 @@ def _variable_placement(update: Update) -> list[dict]:   # {owner, name, shape, 
     return [row(owner, v) for owner, variables in _owners(update).items() for v in variables]
 
 def _short_device(device: str) -> str:
-    "`GPU:0`, from TensorFlow's long name."
+    "`GPU:0` from TensorFlow's full device name."
     return device.rpartition('device:')[2] or 'unknown'
 
 # %% ../../nbs/train/profile.ipynb #eceea08d
@@ -61,10 +61,10 @@ def _op_placement(
     step,         # a function of tensors, not yet compiled
     *arguments,
 ) -> list[dict]:  # {device, op, count}, most frequent first
-    "On which device each operation of `step` runs when XLA does not compile it."
+    "The device of each op of `step` without XLA."
     from tensorflow.python.eager import context
     runtime = context.context()
-    runtime.enable_graph_collection()   # before the first call, which partitions the graph
+    runtime.enable_graph_collection()   # before the first call partitions the graph
     try:
         wait_for(tf.function(step, autograph=False)(*arguments))
         collected = runtime.export_run_metadata()
@@ -74,12 +74,12 @@ def _op_placement(
     return [{'device': device, 'op': op, 'count': n} for (device, op), n in count.most_common()]
 
 def _inner(graph) -> list:
-    "The operations, of the functions that a graph calls, that have a device."
+    "The placed ops of the functions that a graph calls."
     return [n for f in graph.library.function for n in f.node_def if n.device]
 
 # %% ../../nbs/train/profile.ipynb #0f13d1fc
 def _prefixes(update: Update) -> dict:   # {name: function of (batch, number)}
-    "The step up to its losses, up to its gradients, and whole."
+    "The step up to losses, up to gradients, and complete."
     def forward(batch, number):
         counts, seed = token_counts(update.gpt, batch), tf.stack([tf.constant(update.training.seed), number])
         weight, n = update.training.text_loss_weight, update.training.grad_accum_steps
@@ -101,7 +101,7 @@ def split(
     batch,
     rounds: int = 7,
 ) -> list[dict]:       # {name, ms, share, spread}
-    "Measure forward, backward and optimizer in turns; returns the median milliseconds of each."
+    "Measure forward, backward and optimizer in alternation; returns median milliseconds."
     number = tf.constant(0)
     runs = {name: lambda step=step: len([wait_for(step(batch, number))]) for name, step in steps.items()}
     arms = compare(runs, 'step_ms', rounds).arms   # a run is one item
@@ -112,7 +112,7 @@ def split(
 
 # %% ../../nbs/train/profile.ipynb #bbe64bec
 def _peak_memory(work) -> int | None:   # bytes
-    "The rise of the first GPU's memory while `work` runs; None without a GPU."
+    "The first GPU's memory increase while `work` runs; None without a GPU."
     gpus = tf.config.list_logical_devices('GPU')
     if gpus: tf.config.experimental.reset_memory_stats('GPU:0')
     before = tf.config.experimental.get_memory_info('GPU:0')['current'] if gpus else 0
@@ -120,7 +120,7 @@ def _peak_memory(work) -> int | None:   # bytes
     return tf.config.experimental.get_memory_info('GPU:0')['peak'] - before if gpus else None
 
 def memory(rows: list[dict], batch, peak: int | None) -> list[dict]:   # {owner, bytes, how}
-    "Sum the bytes by owner: variables, gradients, the batch, and the rise during a step."
+    "Bytes by owner: variables, gradients, batch, and the increase during a step."
     sums = Counter()
     for r in rows: sums[r['owner']] += r['bytes']
     size = lambda x: int(x.shape.num_elements() * x.dtype.size)
@@ -134,9 +134,9 @@ def memory(rows: list[dict], batch, peak: int | None) -> list[dict]:   # {owner,
 # %% ../../nbs/train/profile.ipynb #1a948454
 @contextmanager
 def trace(
-    folder: str | Path,   # gets plugins/profile/<date>/<host>.xplane.pb
+    folder: str | Path,   # receives plugins/profile/<date>/<host>.xplane.pb
 ):
-    "Record what host and device do inside the block; `UserError` if the folder cannot be written."
+    "Context manager: traces host and device; `UserError` if the folder cannot be written."
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tf.profiler.experimental.start(str(folder))
@@ -148,18 +148,18 @@ def trace(
     finally: tf.profiler.experimental.stop()
 
 # %% ../../nbs/train/profile.ipynb #599402e1
-_TRACED = 5   # steps in a trace
+_TRACED = 5   # steps per trace
 
 def profile(
     update: Update,
     batch: dict,
     training: PartTraining,
-    folder: str | Path,      # keeps the trace, for TensorBoard
+    folder: str | Path,      # for the trace, to open in TensorBoard
     rounds: int = 7,
-    batches=None,            # of a pipeline, to measure the step together with its data
-    tell=lambda name: None,  # called with the name of each stage
+    batches=None,            # of a pipeline, to include input in the trace
+    tell=lambda name: None,  # called with each stage's name
 ) -> dict:                   # device, mode, variables, ops, split, memory, phases, trace, unseen
-    "Measure placement, times, memory and a trace of a training step; it makes real updates."
+    "Profile a training step: placement, times, memory and a trace; it applies real updates."
     tell('place')
     batch, number = to_device(batch), tf.constant(0)
     rows, ops = _variable_placement(update), _op_placement(update, batch, number)
@@ -198,7 +198,7 @@ def _size(n: int | None) -> str:
     return f'{n / 2**power:.{1 if power else 0}f} {unit}'
 
 def tables(result: dict) -> dict[str, tuple]:   # {title: (header, rows of text)}
-    "Sort the result of `profile` into short tables, with units."
+    "The result of `profile` as short tables with units."
     placed = [(owner, device, f'{n:,}', _size(b))
               for owner, device, n, b in _sum_by_owner(result['variables'])]
     by_device = Counter()
@@ -223,8 +223,8 @@ def tables(result: dict) -> dict[str, tuple]:   # {title: (header, rows of text)
 
 # %% ../../nbs/train/profile.ipynb #8eb4f3cf
 def _drawn(*parts) -> Console:
-    "Titles and tables, drawn once; the console exports them as text or as HTML."
-    # wider than any line; a console in a notebook would show what it draws
+    "A console with titles and tables, for export as text or HTML."
+    # wider than any line; in a notebook a plain console would display its output
     page = Console(record=True, file=io.StringIO(), width=1000, markup=False, highlight=False, emoji=False,
                    force_jupyter=False)
     for part in parts: page.print(part)
@@ -237,7 +237,7 @@ def _table(header, rows) -> Table:
     return table
 
 def profile_text(result: dict) -> str:
-    "Format the short tables for a terminal."
+    "The short tables for a terminal."
     title = f'{result["device"]}, a step of {sum(r["ms"] for r in result["split"]):.1f} ms'
     parts = [_drawn(name, _table(*table)).export_text() for name, table in tables(result).items()]
     parts = ['\n'.join(map(str.rstrip, part.splitlines())) for part in parts]
@@ -258,7 +258,7 @@ def _html(header, rows) -> str:
     return f'<pre>{code}</pre>'
 
 def _profile_page(result: dict) -> str:
-    "The tables as a page, with every variable and every kind of operation."
+    "The tables as a page, with every variable and op type."
     body = [f'<h2>{html.escape(title)}</h2>{_html(*table)}' for title, table in tables(result).items()]
     for title, key in (('Every variable', 'variables'), ('Every kind of operation', 'ops')):
         rows = result[key]
@@ -269,7 +269,7 @@ def _profile_page(result: dict) -> str:
     return _PAGE_TEMPLATE.format(title=title, body=''.join(body))
 
 def write_page(result: dict, path: str | Path) -> Path:
-    "Write the page; raises `UserError` if the name is no HTML file."
+    "Write the page; raises `UserError` if the path is no HTML file."
     path = Path(path)
     if path.suffix.lower() not in ('.html', '.htm'):
         raise UserError(f'{path}: a page ends in .html; give it such a name.')
@@ -279,14 +279,14 @@ def write_page(result: dict, path: str | Path) -> Path:
 
 # %% ../../nbs/train/profile.ipynb #2366366a
 def device_placement(trainer: Trainer) -> list[dict]:   # {owner, name, device, bytes, wanted}
-    "List where the variables and the latest batches of a trainer with a `Feed` are; TensorFlow places int32."
+    "Devices of a trainer's variables and latest batches (with a `Feed`); TensorFlow places int32."
     feed, xtts = trainer.feed, trainer.xtts
     groups = [('DVAE of the data device', named_weights(feed.dvae), feed.devices.data),
               ('model', {v.path: v for v in xtts.gpt.variables}, trainer.device),
               ('optimizer', trainer.update.variables, trainer.device),
               ('DVAE, saved with the model', named_weights(xtts.dvae), trainer.device)]
     value = lambda v: v.value if isinstance(v, keras.Variable) else v
-    # an int32 variable is on the host, whatever its `device` says
+    # int32 variables are on the host, whatever `device` says
     place = lambda v, whole: tf.convert_to_tensor(v).backing_device if whole else value(v).device
     rows = [(owner, name, place(v, whole := tf.as_dtype(v.dtype) == tf.int32),
              tf.as_dtype(v.dtype).size * int(np.prod(v.shape)), wanted, whole)
@@ -298,7 +298,7 @@ def device_placement(trainer: Trainer) -> list[dict]:   # {owner, name, device, 
             for owner, name, device, size, wanted, whole in rows]
 
 def placement_summary(rows: list[dict]) -> list[dict]:
-    "Sum `device_placement` by owner and device; raises `AssertionError` naming misplaced tensors."
+    "Sum `device_placement` by owner and device; raises `AssertionError` for misplaced tensors."
     wrong = [f'{r["name"]} ({r["owner"]}) on {r["device"]} instead of {r["wanted"]}'
              for r in rows if r['device'] != r['wanted']]
     assert not wrong, f'{len(wrong)} in the wrong place: {", ".join(wrong[:5])}'
@@ -314,7 +314,7 @@ _ADVICE = {'host': 'give the host more data.num_workers, or prepare the codes '
            'model': 'the stages before it are fully overlapped'}
 
 def _slowest_stage_text(rows: list[dict], numbers: dict) -> str:   # of `_stage_rows` and `overlap`
-    "Which stage limits the rate, its fix, and the effect of the overlap."
+    "Text: the slowest stage, its fix, and the effect of the overlap."
     slowest = max(rows, key=lambda row: row['ms'])
     return (f'The slowest stage is {slowest["name"]} with {slowest["ms"]:.1f} ms a batch: '
             f'{_ADVICE[slowest["name"]]}. {numbers["work"]:.2f} s of work took {numbers["wall"]:.2f} s; the '
@@ -322,19 +322,19 @@ def _slowest_stage_text(rows: list[dict], numbers: dict) -> str:   # of `_stage_
 
 # %% ../../nbs/train/profile.ipynb #fa750eaf
 def save_timeline(path: str | Path, runs: dict, devices: dict) -> Path:
-    "Write the timeline of some runs as a PNG."
+    "Write the runs' timeline as PNG."
     path = Path(path)
     with atomic_file(path) as part: part.write_bytes(png_bytes(plot_timeline(runs, devices)))
     return path
 
 def _profile_dual(
     data: str | Path,                     # a runtime cache
-    out: str | Path = 'dual.png',         # the picture
+    out: str | Path = 'dual.png',         # PNG to write
     steps: int = 30,
-    ring: int = RING,                    # batches before the model
+    ring: int = RING,                    # batches ahead of the model
     devices: DevicePlan | None = None,    # default: two of `setup_devices`
 ) -> dict:   # rows, picture, verdict, wall, work, rate, model_wait_share, ring_max, losses
-    "The work of each stage, as rows and as a timeline; call it before TensorFlow runs anything."
+    "Profile the stages as rows and a timeline; call it before TensorFlow runs anything."
     cache = Cache(data)
     trainer = dual_trainer(cache, cache.config, devices or setup_devices(two=True), ring=ring)
     run_feed(trainer, steps)   # compiles

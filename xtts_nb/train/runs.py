@@ -35,23 +35,23 @@ from .trainer import Trainer, _epochs_to_steps, _on_device
 def open_cache(
     folder: str | Path,
     config: XTTSConfig | None = None,   # settings of the run; default: those of the cache
-    *beside: Cache | None,              # those that have a part of the budget already
+    *beside: Cache | None,              # caches that already use part of the budget
 ) -> Cache:
-    "Open a cache, in memory if `data.ram_budget` (GiB) allows it, else mapped; `UserError` if damaged."
+    "Open a cache, in memory within `data.ram_budget` (GiB), else mapped; `UserError` if damaged."
     cache = Cache(folder, in_memory=False)
     budget = (config or cache.config).data.ram_budget
     return cache.read(budget - sum(other.held for other in beside if other) / 2**30)
 
 # %% ../../nbs/train/runs.ipynb #50367a64
-_READ_BY = 3   # voices, from which on a sentence is held out in one of them alone
+_READ_BY = 3   # from this many voices on, a sentence is held out in only one
 
 def held_out_share(
     cache: Cache,
-    share: float,      # of the sentences; of the clips, where three voices or more read most sentences
+    share: float,      # of sentences; of clips if three or more voices read most sentences
 ) -> list[str]:        # ids of clips
-    '''Choose clips to hold out, whole sentences if few voices read each; `UserError` if none would be left.
+    '''Choose clips to hold out, whole sentences if few voices read each; `UserError` if none stay.
 
-    A sentence of three voices or more is held out in one of them, with all its takes.'''
+    A sentence read by three or more voices is held out in one of them, with all its takes.'''
     if not 0 < share < 1:
         raise UserError(f'A share of {share} of the sentences cannot be held out; give one between 0 and 1.')
     read = {}   # {text: {speaker: ids of clips}}
@@ -63,12 +63,12 @@ def held_out_share(
                         'train on if it were held out; add recordings of other sentences, or leave '
                         '`val` out.')
     sentences = sorted(read, key=fingerprint)
-    if shared:   # it is learned from the others
+    if shared:   # training keeps it in the other voices
         out, wanted = [], max(1, round(share * len(cache.clips)))
         for text in sentences:
             if len(out) < wanted: out += min(read[text].values(), key=lambda takes: fingerprint(takes[0]))
         return out
-    # a sentence of more than half of the clips is learned
+    # keep sentences that make up more than half of the clips
     few = [text for text in sentences if 2 * said[text] <= len(cache.clips)]
     out = set(few[:max(1, min(round(share * len(sentences)), len(sentences) - 1))])
     return [c['id'] for c in cache.clips if c['text'] in out]
@@ -78,7 +78,7 @@ def _base_config(
     base: str | Path | None, # folder of a model
     settings: XTTSConfig,    # of the run
 ) -> XTTSConfig:
-    "`settings` with the architecture of the model in `base`, if one is given; dropout and noise stay."
+    "`settings` with the architecture of the model in `base`, if given; keeps dropout and noise."
     if base is None and settings.training.gpt.finetune == 'whole': return settings
     if base is None:
         kind = settings.training.gpt.finetune
@@ -94,7 +94,7 @@ def _base_config(
 
 # %% ../../nbs/train/runs.ipynb #7912adac
 def _check_fits(xtts: XTTS, base: Path, cache: Cache):
-    "Raise `UserError` unless the cache was made with the DVAE and the tokenizer of the model in `base`."
+    "Raise `UserError` unless the cache was made with the DVAE and tokenizer of `base`."
     with tempfile.TemporaryDirectory() as folder:
         dvae, tokenizer = Path(folder) / 'dvae.safetensors', Path(folder) / 'tokenizer.json'
         xtts.dvae.save(dvae)
@@ -108,23 +108,23 @@ def _check_fits(xtts: XTTS, base: Path, cache: Cache):
                             f'--out CACHE --dvae {base}.')
 
 def _load_base(base: str | Path, config: XTTSConfig, cache: Cache) -> XTTS:
-    "The model in `base` as `config` trains it; raises `UserError` if the cache was made for another one."
+    "Load the model in `base` for training; raises `UserError` for a cache of another model."
     base = Path(base)
     xtts = XTTS(config, Tokenizer.load(base / 'tokenizer.json'))
     load_weights(base / 'model.safetensors', xtts.weights)
     _check_fits(xtts, base, cache)
-    xtts.source = base   # its decoder is copied with the model
+    xtts.source = base   # saving copies its decoder
     return xtts
 
 # %% ../../nbs/train/runs.ipynb #f2a1d7d7
 class Mix(NamedTuple):
-    "Older clips that a training reads as well."
+    "Older clips to mix into a training."
     cache: Cache
-    held_out: list[str] = ()    # ids of clips whose loss is measured, and that are not read
-    share: float = 0.2          # of the updates; 0: none is read, but what is forgotten can be measured
+    held_out: list[str] = ()    # ids of clips not trained on, to measure forgetting
+    share: float = 0.2          # of the updates; 0: only measure forgetting
 
 class _Replay:
-    "The batches of a plan, and between them those of older clips."
+    "Batches of a plan, interleaved with those of older clips."
     def __init__(self, plan: BatchPlan, old: BatchPlan, share: float):   # of the updates
         if not 0 <= share < 1:
             raise UserError(f'A share of {share} of older clips leaves no update for the new ones; give one '
@@ -134,7 +134,7 @@ class _Replay:
     def __getattr__(self, name): return getattr(self.plan, name)
 
     def updates(self, epochs: int) -> int:
-        "The updates in which every new clip is read `epochs` times."
+        "Number of updates to read every new clip `epochs` times."
         wanted = epochs * self.plan.steps_per_epoch
         found = int(wanted / (1 - self.share)) + 1
         while found - 1 - math.floor(self.share * (found - 1)) >= wanted: found -= 1
@@ -144,13 +144,13 @@ class _Replay:
     def steps_per_epoch(self) -> int: return self.updates(1)
 
     def turn(self, step) -> tuple:   # int64 -> bool, int64
-        "Whether an update is of older clips, and its place in the order of those or of the new ones."
+        "Whether an update is of older clips, and its index among those or the new ones."
         until = lambda n: tf.cast(tf.floor(self.share * tf.cast(n, tf.float64)), tf.int64)
         before, older = until(step), until(step + 1) > until(step)
         return older, tf.where(older, before, step - before)
 
     def stream(self, first: int = 0, last: int | None = None, model: str | None = None) -> tf.data.Dataset:
-        "The batches of updates first ... last - 1, for a model on the device `model`."
+        "Batches of updates [first, last), for a model on the device `model`."
         new, old = _reader_of(self.plan), _reader_of(self.old)
 
         def read(step):
@@ -160,30 +160,30 @@ class _Replay:
         return batches_of(read, self.data, first, last, model=model)
 
     def names(self, step: int) -> list[str]:
-        "The ids of the clips of an update."
+        "The clip ids of an update."
         older, place = self.turn(tf.constant(step, tf.int64))
         return (self.old if older else self.plan).names(int(place))
 
 # %% ../../nbs/train/runs.ipynb #f2a1d7d9
 def _kept_apart(
-    parts: list[tuple[Cache, np.ndarray]],   # caches, and which of their clips are held out
+    parts: list[tuple[Cache, np.ndarray]],   # caches, and masks of held-out clips
 ) -> list[np.ndarray]:
-    "Which clips of each are not trained on: held-out ones, and what says the same in the other cache."
+    "Masks of clips not to train on: held-out ones, and their sentences in the other cache."
     def same(clip): return clip['text'], clip['speaker']
     texts, clips = set(), set()
     for cache, out in parts:
         held, read = ([c for c, o in zip(cache.clips, out) if o == is_out] for is_out in (True, False))
         clips |= {same(c) for c in held}
-        # a sentence that other voices of the cache read is known anyway
+        # except sentences that other voices of the same cache read
         texts |= {c['text'] for c in held} - {c['text'] for c in read}
     return [np.array([c['text'] in texts or same(c) in clips for c in cache.clips]) | out
             for cache, out in parts]
 
 def _shared_shapes(
-    parts: list[tuple[Cache, np.ndarray, float]],   # caches, clips that are not read, share of the updates
+    parts: list[tuple[Cache, np.ndarray, float]],   # caches, masks of excluded clips, shares of updates
     data: DataConfig,
-) -> list[tuple[int, int]] | None:           # None: one fixed shape, or nothing to read
-    "The shapes of batches of several caches, so that a step is compiled for as few as with one of them."
+) -> list[tuple[int, int]] | None:           # None: one fixed shape, or no clips
+    "Common batch shapes of several caches, to compile a step no more often than for one."
     if data.pad_to_fixed_length: return None
     read = [(cache, within_limits(cache, data) & ~left_out, share) for cache, left_out, share in parts]
     read = [(cache, used, 1 + round(1e7 * share / used.sum())) for cache, used, share in read if used.any()]
@@ -195,13 +195,13 @@ def _shared_shapes(
 
 def _with_older(
     cache: Cache,
-    out: np.ndarray,        # which of its clips are held out
+    out: np.ndarray,        # mask of held-out clips
     config: XTTSConfig,
     mix: Mix,
-    keep: Path | None,      # folder for the plan of a large cache
+    keep: Path | None,      # for the plan of a large cache
     encoder,                # the DVAE, for a cache without codes
 ) -> tuple[_Replay, dict]:
-    "The plan of new and older clips, and the arguments of `Trainer` that measure what is forgotten."
+    "The plan of new and older clips, and `Trainer` arguments to measure forgetting."
     old, old_encoder, data = mix.cache, _encoder(mix.cache, config), config.data
     old_out = _held_out_mask(old, mix.held_out)
     left_out, old_left_out = _kept_apart([(cache, out), (old, old_out)])
@@ -220,11 +220,11 @@ def _with_older(
 _COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'decoder': 'train-decoder'}   # part -> its command
 
 def run_facts(run: str | Path, part: str = 'gpt') -> dict:
-    "The facts of a run, empty for a new one; raises `UserError` for a run of another part or other files."
+    "A run's facts, empty for a new one; raises `UserError` for another part's run or other files."
     run = Path(run)
     if not (run / 'run.json').is_file():
         names = {p.name for p in run.iterdir()} if run.is_dir() else set()
-        # of a start that was cut off; settings without a lock are somebody's own
+        # left by an interrupted start; settings without a lock are the user's
         begun = {'plan', 'lock'} | ({'mels.npy', 'config.yaml'} if 'lock' in names else set())
         if all(name in begun or name.endswith(PART) for name in names): return {}
         raise UserError(f'{run}: holds something that is not a run; choose another folder.')
@@ -239,20 +239,20 @@ def run_facts(run: str | Path, part: str = 'gpt') -> dict:
     raise UserError(f'{run}: is a run of {command}; continue with {command} --run {run}.')
 
 # %% ../../nbs/train/runs.ipynb #e3cf65e4
-_LARGE_CACHE = 100_000   # clips; the plan of a larger cache is saved with the run, and mapped when it resumes
+_LARGE_CACHE = 100_000   # clips; a larger cache's plan is saved with the run and mapped on resume
 
 def new_run(
     cache: Cache,
     config: XTTSConfig,
-    run: str | Path | None,      # folder; None: nothing is saved
+    run: str | Path | None,      # folder; None: save nothing
     held_out: list[str] = (),    # ids of clips to keep out of training
-    base: str | Path | None = None,   # folder of a model to begin from
+    base: str | Path | None = None,   # folder of a model to start from
     val_cache: Cache | None = None,   # another cache to validate on
-    mix: Mix | None = None,      # older clips to train on as well
+    mix: Mix | None = None,      # older clips to mix in
     make=None,                   # called with the arguments of `Trainer`; default: `Trainer`
     **where,                     # `feed` and `device` of `Trainer`
 ) -> Trainer:
-    "Make a trainer that saves its state in `run` and resumes from it; `UserError` if that is another run."
+    "Make a trainer that saves to `run` and resumes from it; `UserError` for another run there."
     run = run and Path(run)
     config = _base_config(base, config)
     if val_cache and held_out:
@@ -290,7 +290,7 @@ def new_run(
 
 # %% ../../nbs/train/runs.ipynb #e5b2c3d4
 def _origin(base: str | Path | None, val_cache: Cache | None, mix: Mix | None = None) -> dict:
-    "The facts about the base model, the cache for validation and the older clips."
+    "Facts on base model, validation cache and older clips."
     base = base and Path(base).resolve()
     begun = {'base': str(base), 'base_sha': file_sha(base / 'model.safetensors')} if base else {}
     if val_cache:
@@ -299,19 +299,19 @@ def _origin(base: str | Path | None, val_cache: Cache | None, mix: Mix | None = 
                      'mix_share': mix.share, 'mix_held_out': sorted(mix.held_out)} if mix else {})
 
 def _held_out_mask(cache: Cache, held_out: list[str]) -> np.ndarray:
-    "Which clips are held out; raises `UserError` for an id that the cache does not have."
+    "Mask of held-out clips; raises `UserError` for an unknown id."
     wanted, ids = set(held_out), [c['id'] for c in cache.clips]
     if unknown := wanted - set(ids):
         raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
     return np.array([i in wanted for i in ids])
 
 def _write_run(run: Path, config: XTTSConfig, cache: Cache, held_out: list[str], origin: dict):
-    "Write `config.yaml` and `run.json`, unless another process has begun a run there meanwhile."
+    "Write `config.yaml` and `run.json`, unless another process has started a run there."
     if known := run_facts(run): _check_run(run, known, cache, held_out, origin)
     _write_config(run, config)
     facts = {'part': 'gpt', 'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'],
              'held_out': sorted(held_out)}
-    write_json(run / 'run.json', facts | origin)   # last, as it makes the folder a run
+    write_json(run / 'run.json', facts | origin)   # last: it marks the folder as a run
 
 def _write_config(folder: Path, config: XTTSConfig):
     "Write `config.yaml`."
@@ -319,7 +319,7 @@ def _write_config(folder: Path, config: XTTSConfig):
 
 # %% ../../nbs/train/runs.ipynb #5809a3d0
 def check_made_for(cache: Cache, config: XTTSConfig):
-    "Raise `UserError` unless the codes in a cache fit a model of these settings."
+    "Raise `UserError` unless a cache's codes fit a model of these settings."
     for part in ('audio', 'dvae'):
         if wrong := _differences(getattr(config.model, part), getattr(cache.config.model, part)):
             raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again '
@@ -327,7 +327,7 @@ def check_made_for(cache: Cache, config: XTTSConfig):
     _check_room(cache, config)
 
 def _check_room(cache: Cache, config: XTTSConfig):
-    "Raise `UserError` if a clip within the limits of the settings is too long for the GPT."
+    "Raise `UserError` if the settings allow clips that are too long for the GPT."
     inside = within_limits(cache, config.data)
     for kind, key, limit in (('codes', 'max_audio_codes', 'max_seconds'),
                              ('text', 'max_text_tokens', 'max_text_tokens')):
@@ -346,18 +346,18 @@ def _differences(wanted, found) -> str:
 
 # %% ../../nbs/train/runs.ipynb #5809a3d1
 def _encoder(cache: Cache, config: XTTSConfig):
-    "The DVAE that computes codes while batches are read, on the CPU; None if the cache has its codes."
+    "The DVAE that computes codes on the CPU as batches are read; None if the cache has codes."
     if cache.manifest['mode'] != 'runtime': return None
     with tf.device('CPU'): return load_dvae(cache.folder / 'dvae.safetensors', config)
 
 def _validation(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> BatchPlan | None:
-    "Batches of the held-out clips, all of one shape; None if nothing is validated."
+    "Batches of held-out clips, all of one shape; None without validation."
     return _fixed(cache, config, out, encoder) if out.any() and config.training.gpt.validate_every else None
 
-_VALIDATED = 500   # held-out clips at most of which a loss is computed, some ten times in a training
+_VALIDATED = 500   # most held-out clips per validation
 
 def _fixed(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> BatchPlan:
-    "The same batches of some clips each time, all of one shape."
+    "Fixed batches of some clips, all of one shape."
     clips = np.flatnonzero(out)
     if len(clips) > _VALIDATED:
         print(f'{cache.folder}: validations read {_VALIDATED} of the {len(clips):,} held-out clips, always '
@@ -367,10 +367,10 @@ def _fixed(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> BatchP
     data = config.data.model_copy(update={'batch_size': rows, 'buckets': 1})
     return BatchPlan(cache, data, clips, dvae=encoder, fixed=True)
 
-_LAST_CLIPS = 16   # held-out clips that the best and the last model of a training speak
+_LAST_CLIPS = 16   # held-out clips to compare a training's best and last model
 
 def _listener(xtts: XTTS, cache: Cache, out: np.ndarray):   # (number of clips) -> Listener, or None
-    "Makes what scores the model's speech for some held-out clips; None without `training.gpt.eval_clips`."
+    "Factory of a `Listener` on held-out clips; None without `training.gpt.eval_clips`."
     training = xtts.config.training.gpt
     if not training.eval_clips: return None
     if not (out.any() and training.validate_every):
@@ -382,7 +382,7 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray):   # (number of clips) 
 
 # %% ../../nbs/train/runs.ipynb #1337b1c1
 def _check_alike(cache: Cache, other: Cache):
-    "Raise `UserError` unless both caches were made with the same DVAE, tokenizer and mel settings."
+    "Raise `UserError` unless both caches share DVAE, tokenizer and mel settings."
     for kind in ARRAYS:
         ours, theirs = (c.manifest['keys'][kind] for c in (cache, other))
         if ours != theirs:
@@ -414,10 +414,10 @@ def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin
 def export_run(
     run: str | Path,
     out: str | Path,             # a new folder
-    best: bool = False,          # the model of the best validation instead of the newest
-    precision: str = 'float32',  # or bfloat16, of the tensors in the file
+    best: bool = False,          # the best validated model, not the newest
+    precision: str = 'float32',  # or bfloat16, of the stored tensors
 ) -> dict:                       # out, bytes
-    "Write only the model of a run, as a folder that `XTTS.load` reads; `UserError` if there is none."
+    "Write a run's model as a folder for `XTTS.load`; `UserError` if there is none."
     run, out = Path(run), Path(out)
     if best and not (run / 'best' / 'config.yaml').is_file():
         raise UserError(f'{run}: keeps no best model; set training.gpt.validate_every and hold clips out.')

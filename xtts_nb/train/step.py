@@ -33,7 +33,7 @@ def random_batch(
     text: int,        # T
     codes: int,       # S
 ) -> dict:            # as from `data`
-    "Draw a batch of random ids and references; no row is padded."
+    "A batch of random ids and references, without padding."
     B, F, C = config.data.batch_size, config.data.reference_frames, config.model.audio.n_mels
     draw = np.random.default_rng(config.training.gpt.seed)
     ids = lambda n, top: tf.constant(draw.integers(3, top, (B, n)), tf.int32)
@@ -43,14 +43,14 @@ def random_batch(
             'reference': tf.constant(draw.normal(size=(B, F, C)), tf.float16)}
 
 # %% ../../nbs/30_trainer_xla.ipynb #a7d24f15
-_INPUTS = 'text', 'text_length', 'codes', 'code_length', 'reference'   # of a batch, as the GPT takes them
+_INPUTS = 'text', 'text_length', 'codes', 'code_length', 'reference'   # keys of a batch for the GPT
 
 def _cross_entropies(
     gpt: GPT,
     batch: dict,     # text (B, T), codes (B, S), their lengths (B,), weight (B,)
-    logits: tuple,   # of the GPT, for text and codes
+    logits: tuple,   # for text and codes
 ) -> dict:           # text_loss, text_count, code_loss, code_count: float32 scalars
-    "Summed cross-entropies of both heads and the number of tokens they were summed over."
+    "Summed cross-entropies of both heads, and their token counts."
     parts = {}
     for name, ids, scores, *marks in (
             ('text', 'text', logits[0], gpt.text_start, TEXT_STOP, 1),
@@ -63,34 +63,34 @@ def _cross_entropies(
 
 def token_losses(
     gpt: GPT,
-    batch: dict,     # as for `_cross_entropies`, with reference (B, F, C)
-    seed=None,       # (2,) int32 of the dropout masks; None means no dropout
+    batch: dict,     # as for `_cross_entropies`, plus reference (B, F, C)
+    seed=None,       # (2,) int32 for dropout; None: no dropout
 ) -> dict:           # as from `_cross_entropies`
-    "Sum the losses of a batch over its tokens; float32 scalars."
+    "Summed losses over a batch's tokens; float32 scalars."
     return _cross_entropies(gpt, batch, gpt(*(batch[key] for key in _INPUTS), seed=seed))
 
 # %% ../../nbs/30_trainer_xla.ipynb #10b25af4
 def total_loss(
     parts: dict,               # from `token_losses`
     text_weight: float = 0.01,
-    counts: dict | None = None,   # of the whole update, if `parts` are of a share of it; default: `parts`
+    counts: dict | None = None,   # of the whole update, if `parts` cover a share; default: `parts`
 ):                             # float32 scalar
-    "Add text_weight x mean text loss and mean code loss."
+    "text_weight * mean text loss + mean code loss."
     mean = lambda name: parts[f'{name}_loss'] / tf.maximum((counts or parts)[f'{name}_count'], 1.)
     return text_weight * mean('text') + mean('code')
 
 def token_counts(gpt: GPT, batch: dict) -> dict:
-    "Count the tokens that `token_losses` sums over, as text_count and code_count, before it is computed."
+    "text_count and code_count of `token_losses`, without computing the losses."
     count = lambda length, stops: tf.reduce_sum(batch['weight'] * tf.cast(length + stops, 'float32'))
     return {'text_count': count(batch['text_length'], 1),
             'code_count': count(batch['code_length'], gpt.code_stops)}
 
 # %% ../../nbs/30_trainer_xla.ipynb #81498921
-# codes up to which a clip is short and middle: 3 and 6 s; so near to its end a STOP is right
+# longest short and middle clip in codes: 3 and 6 s; tolerance of a correct STOP in codes
 _STOP_LENGTHS, _STOP_NEAR = {'short': 65, 'middle': 130, 'long': 10**9}, 3
 
 def stop_counts(gpt: GPT, batch: dict, codes) -> dict:   # codes: logits (B, S + 2, V)
-    "Count the clips of each length, those whose first likeliest STOP is near their end, those without one."
+    "Count clips by length, those whose first predicted STOP is near the end, those without any."
     length, least, counts = batch['code_length'], 0, {}
     place = tf.range(codes.shape[1])[None]
     stops = (tf.argmax(codes, -1, tf.int32) == gpt.code_stop) & (place <= length[:, None])
@@ -102,8 +102,8 @@ def stop_counts(gpt: GPT, batch: dict, codes) -> dict:   # codes: logits (B, S +
         counts |= {f'{name}_clips': count(here), f'{name}_stops': count(here & right)}
     return counts | {'never_stops': count(never)}
 
-def stop_shares(sums: dict) -> dict[str, float]:   # from sums of `stop_counts`
-    "Divide the counts into shares of the clips: stop, stop of each length that occurs, never; {} for none."
+def stop_shares(sums: dict) -> dict[str, float]:   # of `stop_counts`
+    "Counts as shares of clips: stop, stop by length, never; {} without clips."
     sums = {name: float(value) for name, value in sums.items()}
     clips = {name: sums.get(f'{name}_clips', 0.) for name in _STOP_LENGTHS}
     if not (total := sum(clips.values())): return {}
@@ -115,7 +115,7 @@ def stop_shares(sums: dict) -> dict[str, float]:   # from sums of `stop_counts`
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 class _Noam(_Schedule):
-    "A linear rise to `peak` at update `warmup`, then a fall with the inverse square root of the update."
+    "Linear warm-up to `peak` at update `warmup`, then inverse square root decay."
     def __init__(self, peak: float, warmup: int): self.peak, self.warmup = peak, warmup
 
     def __call__(self, step):
@@ -124,7 +124,7 @@ class _Noam(_Schedule):
         return self.peak * tf.minimum(rise, tf.sqrt(warmup / tf.maximum(done, 1.)))
 
 def learning_rate(training: PartTraining):
-    "Make the schedule of a run, updates -> rate; at most a quarter of the updates warm up."
+    "A run's schedule, updates -> rate; warm-up takes at most a quarter of the updates."
     t, warmup = training, min(training.warmup_steps, training.steps // 4)
     if t.schedule == 'noam': return _Noam(t.learning_rate, warmup)
     if t.schedule == 'cosine':
@@ -134,7 +134,7 @@ def learning_rate(training: PartTraining):
                                                       t.learning_rate)
 
 class _Extended(_Schedule):
-    "`schedule`, reached in a straight line of `rise` updates from the rate `low` at update `first`."
+    "`schedule` after a linear rise over `rise` updates from rate `low` at update `first`."
     def __init__(self, schedule, first: int, low: float, rise: int):
         self.schedule, self.first, self.low, self.rise = schedule, first, low, rise
 
@@ -144,10 +144,10 @@ class _Extended(_Schedule):
 
 def extended_rate(
     training: PartTraining,
-    known: dict,              # steps; first and low too if the run was extended: of the run until now
+    known: dict,              # steps of the run so far; first and low too if it was extended
     done: int,                # updates
-) -> tuple[_Schedule, dict]:   # and the facts to save for the next resume
-    "Make the schedule of a resumed run; for a new length, it joins the new curve in a tenth of the rest."
+) -> tuple[_Schedule, dict]:   # and the facts to save
+    "The schedule of a resumed run; a new length joins the new curve within a tenth of the rest."
     if known['steps'] != training.steps:
         before, _ = extended_rate(training.model_copy(update={'steps': known['steps']}), known, done)
         known = {'steps': training.steps, 'first': done, 'low': float(before(done))}
@@ -158,20 +158,20 @@ def extended_rate(
 
 # %% ../../nbs/30_trainer_xla.ipynb #b9e05f16
 class _Assignable(_Schedule):
-    "A schedule until a number is assigned in its place."
+    "A schedule that an assigned number can replace."
     def __init__(self, schedule: _Schedule):
         self.schedule, self.number = schedule, tf.Variable(-1., trainable=False, name='assigned_rate')
 
     def __call__(self, step):
         return tf.where(self.number < 0, tf.cast(self.schedule(step), 'float32'), self.number)
 
-_DECAYED = 'kernel', 'latents', 'gain', '_down', '_up', '_kernel_rows'   # how the names of matrices end
+_DECAYED = 'kernel', 'latents', 'gain', '_down', '_up', '_kernel_rows'   # name suffixes of matrices
 
 # %% ../../nbs/30_trainer_xla.ipynb #b9e05f17
 class AdamW(keras.optimizers.Optimizer):
-    "AdamW with decay on matrices, an `_Assignable` rate, and a mean of the weights if `ema` is set."
+    "AdamW with decay on matrices, an `_Assignable` rate, and averaged weights if `ema` is set."
     beta_1, epsilon = 0.9, 1e-7
-    assigned = None   # the number that was assigned last
+    assigned = None   # last assigned number
 
     def __init__(self, variables: list, training: PartTraining, name: str = 'adamw'):   # of its variables
         ema = {'use_ema': True, 'ema_momentum': training.ema} if training.ema else {}
@@ -187,26 +187,26 @@ class AdamW(keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, rate):
         if isinstance(rate, _Schedule): self._learning_rate = rate
-        else:   # None: the schedule again
+        else:   # None: back to the schedule
             self.assigned = None if rate is None else float(rate)
             self.schedule.number.assign(-1. if rate is None else self.assigned)
 
     @property
     def schedule(self) -> _Schedule: return self._learning_rate
 
-    def apply(self, gradients, variables):   # all of the variables, in their order
+    def apply(self, gradients, variables):   # all variables, in order
         rate, done = self.learning_rate, tf.cast(self.iterations, 'float32')
         kept = [1 - tf.pow(tf.cast(beta, 'float32'), done + 1) for beta in (self.beta_1, self.beta_2)]
         alpha, values = rate * tf.sqrt(kept[1]) / kept[0], lambda some: [v.value for v in some]
         weights, moments = values(variables), (values(self.momentum), values(self.velocity))
-        once = self.decay, 1 - self.beta_1, 1 - self.beta_2, self.epsilon   # not as constants for each weight
+        once = self.decay, 1 - self.beta_1, 1 - self.beta_2, self.epsilon   # shared, not constants per weight
         decay, first, second, epsilon = (tf.constant(x, tf.float32) for x in once)
         for w, g, momentum, velocity, decays in zip(weights, gradients, *moments, self.decays):
             if decays: w.assign_sub(w * decay * rate)
             momentum.assign_add((g - momentum) * first)
             velocity.assign_add((tf.square(g) - velocity) * second)
             w.assign_sub(momentum * alpha / (tf.sqrt(velocity) + epsilon))
-        if self.use_ema:   # of all updates at first: the decay is n / (n + 9) until that exceeds the setting
+        if self.use_ema:   # bias correction: the decay is n / (n + 9) until that exceeds the setting
             share = tf.minimum(tf.cast(self.ema_momentum, 'float32'), done / (done + 9))
             for w, mean in zip(weights, values(self._model_variables_moving_average)):
                 mean.assign(share * mean + (1 - share) * w)
@@ -215,8 +215,8 @@ class AdamW(keras.optimizers.Optimizer):
 # %% ../../nbs/30_trainer_xla.ipynb #639b3e55
 @contextmanager
 def averaged(optimizer: keras.optimizers.Optimizer, variables: list):
-    "Inside, `variables` hold their running means if the optimizer keeps any."
-    if not optimizer.use_ema or optimizer.iterations.numpy() == 0:   # the means begin with the first update
+    "Context manager: `variables` hold their moving averages, if the optimizer keeps any."
+    if not optimizer.use_ema or optimizer.iterations.numpy() == 0:   # no averages yet
         yield
         return
     with put_back(variables):
@@ -225,15 +225,15 @@ def averaged(optimizer: keras.optimizers.Optimizer, variables: list):
 
 # %% ../../nbs/30_trainer_xla.ipynb #dad40988
 class LossScale:
-    "The loss scale of float16: halved by an overflow, doubled after `patience` good updates in a row."
+    "Loss scale for float16: halved on overflow, doubled after `patience` good updates in a row."
     def __init__(self, patience: int = 2000):
         self.factor = tf.Variable(2.**15, trainable=False, name='loss_scale')
-        # int64: an int32 variable lives on the host, where a program for a GPU does not reach it
+        # int64, since int32 variables live on the host, out of reach of a GPU program
         self.good = tf.Variable(0, dtype=tf.int64, trainable=False, name='good_updates')
         self.patience = patience
 
     def note(self, finite):
-        "Update the scale, given whether the gradients of an update were finite (bool tensor)."
+        "Update the scale; `finite` (bool tensor): whether the gradients were finite."
         good = tf.where(finite, self.good + 1, tf.zeros_like(self.good))
         grow = good == self.patience
         factor = tf.where(finite, tf.where(grow, 2., 1.), 0.5) * self.factor
@@ -251,12 +251,12 @@ class Update:
         self.scale = LossScale() if training.precision == 'float16' else None
 
     def as_trained(self):
-        "Inside, the weights are their running means if `training.gpt.ema` is set."
+        "Context manager: the weights are their moving averages if `training.gpt.ema` is set."
         return averaged(self.optimizer, self.weights)
 
     @property
     def variables(self) -> dict:
-        "All variables that an update changes, except the weights."
+        "Variables that an update changes, without the weights."
         own = [self.scale.factor, self.scale.good] if self.scale else []
         return {v.path: v for v in self.optimizer.variables} | {v.name.split(':')[0]: v for v in own}
 
@@ -266,7 +266,7 @@ class Update:
         return {f'gpt/{k}': v for k, v in named_weights(self.gpt).items()} | self.variables
 
     def evaluate(self, batch) -> dict:
-        "Summed losses of held-out clips, without dropout, and counts of those that end where they should."
+        "Summed losses of held-out clips, without dropout, and counts of correct endings."
         logits = self.gpt(*(batch[key] for key in _INPUTS))
         return _cross_entropies(self.gpt, batch, logits) | stop_counts(self.gpt, batch, logits[1])
 
@@ -282,7 +282,7 @@ class Update:
 # %% ../../nbs/30_trainer_xla.ipynb #30d2e8f5
 @patch
 def gradients_of(self: Update, batch, seed, counts):
-    "Gradients and summed losses of some rows of an update with `counts` tokens."
+    "Gradients and summed losses of some rows; `counts`: tokens of the whole update."
     with tf.GradientTape() as tape:
         sums = token_losses(self.gpt, batch, seed)
         loss = total_loss(sums, self.training.text_loss_weight, counts)
@@ -292,7 +292,7 @@ def gradients_of(self: Update, batch, seed, counts):
 
 @patch
 def gradients(self: Update, batch, number, counts, first: int | None = None):
-    "The same of all rows, in `grad_accum_steps` parts; `first` is the number of this worker's first."
+    "The same for all rows, in `grad_accum_steps` parts; `first`: this worker's first part."
     seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.grad_accum_steps
     if parts == 1: return self.gradients_of(batch, seed if first is None else _fold_seed(seed, first), counts)
     cut = {k: tf.reshape(v, (parts, v.shape[0] // parts, *v.shape[1:])) for k, v in batch.items()}
@@ -304,19 +304,19 @@ def gradients(self: Update, batch, number, counts, first: int | None = None):
 
     losses = {name: tf.constant(0.) for name in ('text_loss', 'code_loss')}
     zeros = [tf.zeros(v.shape) for v in self.weights], losses
-    loop = dict(maximum_iterations=parts, parallel_iterations=1)   # a graph would run several parts at once
+    loop = dict(maximum_iterations=parts, parallel_iterations=1)   # else a graph runs parts in parallel
     return tf.while_loop(lambda i, _: i < parts, add, (tf.constant(0), zeros), **loop)[1]
 
 # %% ../../nbs/30_trainer_xla.ipynb #30f4a0b7
 def _global_norm(gradients: list):
-    "The norm of all gradients together; vectors are joined first, to be read by few kernels."
+    "The global norm; joins vectors first, to launch fewer kernels."
     vectors = [g for g in gradients if g.shape.rank < 2]
     joined = [tf.concat([tf.reshape(g, [-1]) for g in vectors], 0)] if vectors else []
     return tf.linalg.global_norm([g for g in gradients if g.shape.rank >= 2] + joined)
 
 @patch
 def finish(self: Update, gradients, sums, counts):
-    "Clip and apply gradients, and return mean losses; both were summed over all rows."
+    "Clip and apply gradients and return mean losses; both inputs are sums over all rows."
     loss = total_loss(sums, self.training.text_loss_weight, counts)
     if self.scale: gradients = [g / self.scale.factor for g in gradients]
     norm = _global_norm(gradients)
@@ -343,7 +343,7 @@ def check_finite(self: Update, loss, norm):
 
 # %% ../../nbs/30_trainer_xla.ipynb #7e08859d
 def _bfloat16_units(cpu: str = '/proc/cpuinfo') -> bool:
-    "Whether the CPU has instructions for products in bfloat16, AMX or AVX-512 BF16."
+    "Whether the CPU has bfloat16 matrix instructions (AMX or AVX-512 BF16)."
     try: text = Path(cpu).read_text(encoding='utf-8', errors='replace')
     except OSError: return False
     flags = next((line.split() for line in text.splitlines() if line.startswith('flags')), [])
@@ -353,7 +353,7 @@ def choose_xla(
     training: PartTraining,
     written: float = 0.,     # bytes that the step writes
 ) -> tuple[bool, str]:       # whether, and why
-    "Decide whether XLA compiles the graph: as set, else where it is no slower than the graph alone."
+    "Decide whether XLA compiles the graph: as set, else if it is no slower."
     if training.mode != 'auto': return training.mode == 'xla', 'as mode says'
     if tf.config.get_visible_devices('GPU'): return True, 'on a GPU it makes fewer kernels'
     if _writes_in_place(written): return False, 'on a CPU XLA would hold the old and the new weights at once'
@@ -363,27 +363,27 @@ def choose_xla(
 
 # %% ../../nbs/30_trainer_xla.ipynb #7e08859e
 def _lacked_memory(error: Exception) -> bool:
-    "Whether an update failed for lack of memory; on a CPU, oneDNN reports it by a status number of its own."
+    "Whether an update ran out of memory; on a CPU, oneDNN reports its own status code."
     if isinstance(error, tf.errors.AbortedError): return 'Status: 1,' in str(error)
     return isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))
 
-_IN_PLACE = 1e9   # bytes; an update on a CPU that writes more is a graph without XLA
+_IN_PLACE = 1e9   # bytes; larger CPU updates run as a graph without XLA
 
 def _writes_in_place(written: float) -> bool:
-    "Whether an update of this many bytes is a plain graph: on a CPU XLA would hold old and new ones at once."
+    "Whether an update of this size is a plain graph: on a CPU XLA would hold old and new values."
     return written > _IN_PLACE and not tf.config.get_visible_devices('GPU')
 
 def _written_bytes(step) -> float:
-    "Bytes of the variables that an update changes; 0 for another step."
+    "Bytes of the variables that an update changes; 0 for other steps."
     if not isinstance(step, Update): return 0.
     return sum(4. * np.prod(v.shape) for v in (*step.weights, *step.optimizer.variables))
 
 # %% ../../nbs/30_trainer_xla.ipynb #7e0885af
 class _CompiledStep:
-    "`step` as a graph, compiled by XLA if `xla` is set and XLA can compile it."
+    "`step` as a graph, compiled with XLA if `xla` is set and possible."
     def __init__(self, step, xla: bool):
         self.step, self.xla, self.refused = step, xla, False
-        self.autograph = not _is_of_the_library(step)   # to convert 50 functions takes seconds
+        self.autograph = not _is_of_the_library(step)   # converting 50 functions takes seconds
         self.graph = tf.function(step, jit_compile=xla, autograph=self.autograph)
 
     def __call__(self, *arguments):
@@ -397,23 +397,23 @@ class _CompiledStep:
         return self.graph(*arguments)
 
 def _is_of_the_library(step) -> bool:
-    "Whether a step is of this library: those have no `if` or `for` over tensors, so they need no AutoGraph."
+    "Whether a step comes from this library, which has no `if` or `for` over tensors to convert."
     module = getattr(step, '__module__', None) or getattr(getattr(step, 'func', None), '__module__', None)
-    return isinstance(step, Update) or str(module).startswith('xtts_nb.')   # on this page too
+    return isinstance(step, Update) or str(module).startswith('xtts_nb.')   # also in this notebook
 
 def _refused_operation(message: str) -> str:
-    "The operation that XLA cannot compile, and the line that created it."
+    "The op that XLA cannot compile, and the line that created it."
     op = re.search(r'_JIT: (.*?)\{\{', message)
     place = re.findall(r'File "[^"]*", line \d+, in \w+', message)
     return ' at '.join([op[1].strip() if op else message.splitlines()[0], *place[-1:]])
 
 def compile_step(step, training: PartTraining):
-    "Compile `step` in the mode that the training section selects; eager mode leaves it as it is."
+    "Compile `step` in the mode of the training section; eager mode returns it unchanged."
     if training.mode == 'eager': return step
     return _CompiledStep(step, choose_xla(training, _written_bytes(step))[0])
 
 def mode_line(training: PartTraining, step=None) -> str:
-    "Say in one line what `compile_step` does."
+    "A line that describes what `compile_step` does."
     if training.mode == 'eager': return 'Eager mode: op by op, for debugging'
     xla, why = choose_xla(training, _written_bytes(step))
     return f'Graph mode ENABLED {"with XLA JIT compilation" if xla else "without XLA"} ({why})'
@@ -425,8 +425,8 @@ def step_modes(
     config: XTTSConfig,
     text_start: int,
     modes: dict = MODES,     # {name: settings of `training.gpt`}
-) -> dict:                   # {name: step}, each with its own model, all with the same first weights
-    "Compile the training step in each of `modes`, without dropout and noise."
+) -> dict:                   # {name: step}, each with its own model, all with equal initial weights
+    "Compile the training step in each mode, without dropout and noise."
     config, steps = config.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), {}
     for name, settings in modes.items():
         changed = config.replace(training={'gpt': settings})
@@ -440,9 +440,9 @@ def step_modes(
 def _check_modes_agree(
     steps: dict,             # from `step_modes`
     batches: list[dict],
-    tolerance: float = 1e-4, # relative, to the first mode
+    tolerance: float = 1e-4, # relative to the first mode
 ) -> dict[str, list[float]]:
-    "The losses of each mode over `batches`; raises `AssertionError` if they differ by more than `tolerance`."
+    "Each mode's losses over `batches`; raises `AssertionError` beyond `tolerance`."
     losses = {name: [float(step(batch, tf.constant(i))['loss']) for i, batch in enumerate(batches)]
               for name, step in steps.items()}
     first, *others = losses
@@ -474,7 +474,7 @@ def step_before_after(
 ) -> list[dict]:             # {name, step_ms, ratio, spread, traces}
     "Measure the modes on one batch; raises `AssertionError` if their losses differ."
     _check_modes_agree(steps, [batch] * 3)
-    # the sync: the step is over when its loss is here; one update is one item
+    # float() waits for the step; one update is one item
     arms = {name: lambda step=step: len([float(step(batch, tf.constant(0))['loss'])])
             for name, step in steps.items()}
     rows = compare(arms, 'step_ms', rounds, progress=progress).rows()

@@ -35,12 +35,12 @@ from .step import compile_step, extended_rate, _lacked_memory, Update
 # %% ../../nbs/train/trainer.ipynb #66999487
 def _save_checkpoint(
     folder: str | Path,
-    step: int,             # updates done
+    step: int,             # completed updates
     variables: dict,       # {name: variable or array}
-    keep: int = 2,         # newest files that stay
-    **facts,               # anything JSON can hold
+    keep: int = 2,         # newest files to keep
+    **facts,               # JSON values
 ) -> Path:
-    "Write `step-<number>.safetensors` atomically, then remove older checkpoints."
+    "Write `step-<number>.safetensors` atomically and remove older checkpoints."
     folder = Path(folder)
     path = folder / f'step-{step:09d}.safetensors'
     save_weights(path, variables, facts=json.dumps({'step': step, **facts}))
@@ -52,15 +52,15 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(Path(folder).glob('step-?????????.safetensors'))
 
 def _checkpoint_step(path: Path) -> int:
-    "The number of updates before a checkpoint, by its name."
+    "A checkpoint's number of updates, from its name."
     return int(path.stem.removeprefix('step-'))
 
 def _told(best: Path) -> dict:   # `best` of a run
-    "Which model is kept there, with its scores; empty for none."
+    "The facts of the model kept there, with its scores; empty for none."
     return read_json(best / 'best.json') if (best / 'best.json').is_file() else {}
 
 def _updates_of(model: str | Path) -> int | None:   # folder of a run, or its `best`
-    "How many updates a model is of; None if nothing tells."
+    "A model's number of updates; None if unknown."
     told, saved = _told(Path(model)), checkpoints(Path(model) / 'checkpoints')
     if told: return told['step']
     return _checkpoint_step(saved[-1]) if saved else None
@@ -69,7 +69,7 @@ def _load_checkpoint(
     path: str | Path,
     variables: dict,       # {name: variable} to fill
 ) -> dict:                 # the facts, `step` among them
-    "Restore a state; raises `UserError` naming what is missing or has another shape, or the changed setting."
+    "Restore a state; raises `UserError` that names bad variables or the changed setting."
     with open_weights(path) as file: known = {*file.keys()}
     if key := _changed_setting(variables.keys() - known, known):
         raise UserError(f'{path}: was saved with another {key}; give the value that the run began with, or '
@@ -80,7 +80,7 @@ def _load_checkpoint(
     return json.loads(found['facts'])
 
 def _changed_setting(missing: set, known: set) -> str | None:   # names of variables
-    "The setting whose change explains what a checkpoint lacks; None if none does."
+    "The changed setting that explains a checkpoint's missing variables; None if unknown."
     kinds = lambda names: {name.split('/')[0] for name in names} & {'gpt', 'lora', 'rows'}
     if kinds(missing) - kinds(known): return 'finetune'
     if 'loss_scale' in missing: return 'precision'
@@ -88,17 +88,17 @@ def _changed_setting(missing: set, known: set) -> str | None:   # names of varia
 
 # %% ../../nbs/train/trainer.ipynb #b703f6b7
 def _snapshot(variables: dict) -> dict[str, np.ndarray]:
-    "`{name: array}`, copies on the host that no later update changes."
+    "`{name: array}`: copies on the host, unaffected by later updates."
     return {name: np.array(v.numpy()) for name, v in variables.items()}
 
 class _Writer:
-    "Runs one job at a time in a thread; after one that failed the next is tried at once, and may raise."
+    "Runs one job at a time in a thread; after a failure waits for the next one, which may raise."
     def __init__(self): self.thread, self.job = ThreadPoolExecutor(1, 'writer'), None
 
     def __call__(self, job):
         error = None
         try: self.wait()
-        except Exception as e: error = e   # whatever it is, the next may succeed
+        except Exception as e: error = e   # the next may succeed
         self.job = self.thread.submit(job)
         if not error: return
         self.wait()
@@ -106,7 +106,7 @@ class _Writer:
 
     @property
     def failed(self) -> bool:
-        "Whether a job has ended with an error that nobody has received yet."
+        "Whether a job failed with an error not yet raised."
         return bool(self.job and self.job.done() and isinstance(self.job.exception(), Exception))
 
     def wait(self):
@@ -114,13 +114,13 @@ class _Writer:
         if job: job.result()
 
     def finish(self, job):
-        "Run a job, and return when it is done."
+        "Run a job and wait for it."
         self(job)
         self.wait()
 
 # %% ../../nbs/train/trainer.ipynb #7be0c5a1
 def _room_in_group(group: Path) -> float:
-    "Free bytes of a control group of either version; cached files do not count as used."
+    "Free bytes of a cgroup (v1 or v2); the page cache counts as free."
     for names in (('max', 'current', 'stat'), ('limit_in_bytes', 'usage_in_bytes', 'stat')):
         try: most, used, stat = ((group / f'memory.{name}').read_text() for name in names)
         except OSError: continue
@@ -129,12 +129,12 @@ def _room_in_group(group: Path) -> float:
         return math.inf if most.strip() == 'max' else int(most) - int(used) + cached
     return math.inf
 
-def _room_in_container(*places: Path) -> float:   # as of `_control_groups`
-    "The least free bytes of this process's control group and those around it."
+def _room_in_container(*places: Path) -> float:   # as for `_control_groups`
+    "The least free bytes of this process's cgroup and its parents."
     return min(map(_room_in_group, _control_groups('memory', *places)))
 
 def _idle_memory() -> int:
-    "Bytes that this process held at its peak and does not hold now, such as those of an update."
+    "Bytes between this process's peak and current memory, such as those of an update."
     status = Path('/proc/self/status')
     if not status.is_file(): return 0
     told = dict(line.split(':', 1) for line in status.read_text(encoding='utf-8').splitlines())
@@ -142,19 +142,19 @@ def _idle_memory() -> int:
     return peak - now
 
 def _room_to_copy(variables: list, times: float = 1.1) -> bool:
-    "Whether the host has room for a copy of `variables` while updates continue: `times` its size."
+    "Whether the host has room for a copy of `variables` (`times` its size) while updates continue."
     size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)
     free = min(psutil.virtual_memory().available, _room_in_container())
     return free - _idle_memory() > times * size
 
 # %% ../../nbs/train/trainer.ipynb #46f25f39
 def _newest(run: Path) -> tuple | None:
-    "The newest checkpoint, and what changes when it is written again."
+    "The newest checkpoint, with a stamp that changes when it is rewritten."
     path = max(checkpoints(run / 'checkpoints'), default=None)
     return path and (path.name, path.stat().st_mtime_ns)
 
 def _newest_whole(run: Path) -> Path | None:
-    "The newest checkpoint that is whole; torn ones are put aside. Raises `UserError` if all are torn."
+    "The newest intact checkpoint; sets damaged ones aside. Raises `UserError` if all are damaged."
     saved, torn = checkpoints(run / 'checkpoints'), []
     for path in reversed(saved):
         try:
@@ -168,13 +168,13 @@ def _newest_whole(run: Path) -> Path | None:
     return path if saved else None
 
 def _restore(trainer):   # a `Trainer` with a run
-    "Resume from the newest checkpoint that is whole; later metrics and half-written files are deleted."
+    "Resume from the newest intact checkpoint; deletes later metrics and partial files."
     run = trainer.run
     for folder in (run, run / 'checkpoints', run / 'best'):
         for part in filter(Path.is_file, folder.glob(f'*{PART}')): part.unlink()
     if saved := _newest_whole(run):
         for name, value in _load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
-    trainer.best = _told(run / 'best') or None   # it may be of a later update than the checkpoint
+    trainer.best = _told(run / 'best') or None   # may be later than the checkpoint
     trainer.seen_checkpoint = _newest(run)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
@@ -183,7 +183,7 @@ def _restore(trainer):   # a `Trainer` with a run
 
 # %% ../../nbs/train/trainer.ipynb #48726dad
 class _Hooks:
-    "Calls Keras callbacks around the loop; an epoch has `updates` updates."
+    "Calls Keras callbacks; an epoch has `updates` updates."
     def __init__(self, callbacks: list, model: keras.Model, optimizer, updates: int, steps: int = 0):
         model.optimizer, model.stop_training = optimizer, False
         self.model, self.own, self.updates, self.logs, self.bad = model, list(callbacks), updates, {}, False
@@ -192,7 +192,7 @@ class _Hooks:
         self.all = keras.callbacks.CallbackList(self.own, **named)
 
     def train_begins(self, step: int, counts: list[dict], rate: float | None):
-        "Begin, or resume within an epoch, with the saved `counts` of the callbacks and an assigned rate."
+        "Start, or resume within an epoch, with the callbacks' saved `counts` and an assigned rate."
         self.all.on_train_begin()
         self.begun = [_numbers(c) for c in self.own]
         if step % self.updates: self.all.on_epoch_begin(step // self.updates)
@@ -215,7 +215,7 @@ class _Hooks:
             self.all.on_test_batch_end(number)
 
     def counts(self) -> list[dict]:
-        "The numeric attributes of each callback that have changed since training began."
+        "Each callback's numeric attributes that changed since training began."
         return [{k: v for k, v in _numbers(c).items() if v != begun.get(k)}
                 for c, begun in zip(self.own, self.begun)]
 
@@ -225,7 +225,7 @@ def _numbers(callback) -> dict[str, float]:
 
 # %% ../../nbs/train/trainer.ipynb #d27b6e93
 _K = keras.callbacks
-_REFUSED_CALLBACKS = (   # class, the settings that cannot work (None: all), the fix
+_REFUSED_CALLBACKS = (   # class, unsupported settings (None: all), fix
     (_K.BackupAndRestore, None, 'a run resumes from its own checkpoints; leave it out'),
     (_K.SwapEMAWeights, None,
      'ema in the section of the training shows the mean weights to every validation and file; set that'),
@@ -249,24 +249,24 @@ _RESUMED_FIELDS = ('step', 'first_losses', 'last_losses', 'best', 'since_best', 
                    'callback_counts', 'assigned_rate', 'length')
 
 def _epochs_to_steps(training: PartTraining, plan: BatchPlan) -> PartTraining:
-    "`training` with `steps` computed from `epochs`, if these are set: schedules count updates."
+    "`training` with `steps` computed from `epochs`, if set, since schedules count updates."
     if not training.epochs: return training
     one_kind = lambda epochs: epochs * plan.steps_per_epoch
     return training.model_copy(update={'steps': getattr(plan, 'updates', one_kind)(training.epochs)})
 
 # %% ../../nbs/train/trainer.ipynb #2bb8dfa1
 def _on_device(device: str | None):
-    "A scope that places new variables and operations on `device`; None leaves the choice to TensorFlow."
+    "A scope that places new variables and ops on `device`; None: TensorFlow's choice."
     return tf.device(device) if device else nullcontext()
 
 @contextmanager
 def _closed_after(source):
-    "Close `source` at the end of the block, if it has a method `close`."
+    "Context manager: closes `source` at the end, if it has `close`."
     try: yield source
     finally: getattr(source, 'close', lambda: None)()
 
 def _locked(run: Path | None):
-    "A context in which no other process trains in the folder `run`; raises `UserError` if one does."
+    "Context manager: locks the folder `run`; raises `UserError` if another process trains there."
     busy = f'{run}: another process trains here; wait for its end or choose another folder.'
     return locked(run / 'lock', busy) if run else nullcontext()
 
@@ -275,7 +275,7 @@ def _mean(values) -> float | None: return round(float(np.mean(values)), 5) if le
 # %% ../../nbs/train/trainer.ipynb #d5a20002
 @contextmanager
 def _catch_sigterm(handler):
-    "SIGTERM calls `handler` inside the block, instead of ending the process."
+    "Context manager: SIGTERM calls `handler` instead of ending the process."
     try: before = signal.signal(signal.SIGTERM, handler)
     except ValueError:   # not the main thread
         yield
@@ -285,7 +285,7 @@ def _catch_sigterm(handler):
 
 @contextmanager
 def _late_interrupt():
-    "Ctrl-C inside the block acts at its end; a second one acts at once."
+    "Context manager: defers Ctrl-C to the end of the block; a second one acts at once."
     before, heard = signal.getsignal(signal.SIGINT), []
     def hear(number, frame):
         if heard: raise KeyboardInterrupt
@@ -299,13 +299,13 @@ def _late_interrupt():
 
 # %% ../../nbs/train/trainer.ipynb #944aa2c0
 class Trainer:
-    "Trains `xtts` (its GPT, or what `update` trains) on the batches of a plan, in a folder `run`."
+    "Trains the GPT of `xtts`, or what `update` trains, on a plan's batches, in a folder `run`."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None,
                  validation: BatchPlan | None = None, update: Update | None = None,
                  feed=None,                    # (plan, first, last) -> batches; default: the plan's stream
                  device: str | None = None,    # of the model; default: the first GPU, or the CPU
-                 listener=None,                # (folder) -> {score: number}, called at each validation
-                 old_validation: BatchPlan | None = None):   # clips of what the model learned before
+                 listener=None,                # (folder) -> {score: number}, for validations
+                 old_validation: BatchPlan | None = None):   # older clips, to measure forgetting
         self.listener, self.old_validation = listener, old_validation
         self.xtts, self.plan, self.run, self.validation = xtts, plan, run and Path(run), validation
         self.feed = feed or (lambda plan, first, last: plan.stream(first, last, model=device))
@@ -313,42 +313,42 @@ class Trainer:
         self.update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training.gpt, plan))
         self.training, self.optimizer = self.update.training, self.update.optimizer
         self.train_step = self.compiled_step()
-        self.rate = tf.function(lambda: self.optimizer.learning_rate)   # eagerly it would fetch
+        self.rate = tf.function(lambda: self.optimizer.learning_rate)   # eager: a host sync
         self.evaluate = self.compiled(self.update.evaluate)
         self.step, self.first_losses, self.last_losses, self.callback_counts = 0, [], [], []
         self._length = {'steps': self.training.steps}
         self.best, self.since_best, self.bad_in_row, self.failure = None, 0, 0, None
-        self.holds_trained = False   # whether the variables are those of the trained model now
-        self.validated = {}   # by the last validation
-        # of the running `fit`: where it began, what it reports, results under way, a copy of its start
+        self.holds_trained = False   # inside `as_trained`
+        self.validated = {}   # metrics of the last validation
+        # of the running `fit`: first step, reporting, pending results, copy of the start state
         self.first_step, self.report, self.pending, self.in_flight = 0, lambda line: None, [], None
         self.timer = self.state_at_start = None
-        self.unsaved = None   # a best model that could not be written, with its scores
-        self.eval_last = None   # () -> as `listener`, of more clips, for the end of the training
+        self.unsaved = None   # best model not yet written, with scores
+        self.eval_last = None   # () -> a listener with more clips, for the end of training
         self.writer, self.fetcher = _Writer(), ThreadPoolExecutor(1, 'fetcher')
-        self.step_seconds = {}   # {shape of a batch: seconds of single steps}, for the timer
-        self.seen_checkpoint = None   # the newest one that this trainer has read or written
+        self.step_seconds = {}   # {batch shape: seconds of single steps}, for the timer
+        self.seen_checkpoint = None   # newest one read or written here
         self.hooks = _Hooks([], self.update.model, self.optimizer, self.epoch_updates)
         with _locked(self.run):
             if self.run: _restore(self)
 
     def custom_train_step(self, batch: dict, number) -> dict:
-        "Make one update; a subclass may override it, and its version is compiled too."
+        "Run one update; a subclass may override it, and the override is compiled too."
         return self.update(batch, number)
 
     def compiled_step(self):
-        "The step in the mode of the training section; an `Update` is compiled as it is."
+        "The step, compiled in the mode of the training section."
         own = type(self).custom_train_step is not Trainer.custom_train_step
         plain = isinstance(self.update, Update) and not own
         return self.compiled(self.update if plain else self.custom_train_step)
 
     def compiled(self, step):
-        "`step` in the mode of the training section."
+        "Compile `step` in the mode of the training section."
         return compile_step(step, self.training)
 
     @contextmanager
     def as_trained(self):
-        "Inside, the variables hold the trained model; may be nested."
+        "Context manager: the variables hold the trained model; may be nested."
         if self.holds_trained:
             yield
             return
@@ -359,7 +359,7 @@ class Trainer:
 
     @property
     def assigned_rate(self) -> float | None:
-        "The learning rate that a callback has assigned in place of the schedule."
+        "A learning rate assigned by a callback in place of the schedule."
         return self.optimizer.assigned
 
     @assigned_rate.setter
@@ -368,13 +368,13 @@ class Trainer:
 
     @property
     def length(self) -> dict:
-        "The number of updates for which the schedule is made, and since when if it was changed."
+        "The schedule's number of updates, and since when if it was changed."
         return self._length
 
     @length.setter
     def length(self, known: dict):
         if known == self._length: return
-        for update in getattr(self.update, 'updates', [self.update]):   # of each device
+        for update in getattr(self.update, 'updates', [self.update]):   # one per device
             optimizer = update.optimizer
             found = extended_rate(self.training, known, int(optimizer.iterations))
             optimizer.schedule.schedule, self._length = found
@@ -382,7 +382,7 @@ class Trainer:
 # %% ../../nbs/train/trainer.ipynb #44e2b6f1
 @patch
 def batches(self: Trainer, first: int, last: int):
-    "The batches of updates first ... last - 1."
+    "Batches of updates [first, last)."
     return self.feed(self.plan, first, last)
 
 @patch
@@ -395,7 +395,7 @@ def state(self: Trainer) -> dict:
 
 @patch
 def stops(self: Trainer, requests: list) -> bool:
-    "Whether to stop after this update because of SIGTERM."
+    "Whether SIGTERM requests a stop after this update."
     return bool(requests)
 
 @patch
@@ -405,14 +405,14 @@ def _due(self: Trainer, every: int) -> bool:
 
 @patch(as_prop=True)
 def _exports(self: Trainer) -> bool:
-    "Whether this checkpoint comes with the model: each does, or as many in a training as `xtts` asks for."
+    "Whether to export the model with this checkpoint: always, or `xtts.exports` times."
     steps = self.training.steps
     before = lambda step: step * getattr(self.xtts, 'exports', steps) // steps
     return before(self.step) > before(self.step - self.training.checkpoint_every)
 
 @patch(as_prop=True)
 def _validates(self: Trainer) -> bool:
-    "With each `validate_every`, and at the end of the training."
+    "Whether to validate: every `validate_every` updates and at the end of training."
     every = self.training.validate_every
     at = every > 0 and (self._due(every) or self.step == self.training.steps)
     return self.validation is not None and at
@@ -422,23 +422,23 @@ def _ends_epoch(self: Trainer) -> bool: return bool(self.hooks.own) and self.ste
 
 @patch(as_prop=True)
 def epoch_updates(self: Trainer) -> int:
-    "The updates of an epoch, for Keras callbacks."
+    "Updates per epoch, for Keras callbacks."
     return self.validation and self.training.validate_every or self.plan.steps_per_epoch
 
 @patch(as_prop=True)
 def over(self: Trainer) -> bool:
-    "Whether the validation has not improved for `patience` validations."
+    "Whether `patience` validations have passed without improvement."
     return 0 < self.training.patience <= self.since_best
 
 @patch(as_prop=True)
 def _finished(self: Trainer) -> bool:
-    "Whether the training ends with this update, and not only this call of `fit`."
+    "Whether this update ends the training, not only this call of `fit`."
     return self.step == self.training.steps or self.over or self.hooks.model.stop_training
 
 # %% ../../nbs/train/trainer.ipynb #eaf433fa
 @patch
 def _fetch(self: Trainer):
-    "Let a thread fetch the losses since the last log line, all at once."
+    "Fetch the losses since the last log line in a thread, all at once."
     names = list(self.pending[0])
     values = [losses[n] for losses in self.pending for n in names]
     values = tf.stack([tf.cast(v, 'float32') for v in (*values, self.rate())])
@@ -447,7 +447,7 @@ def _fetch(self: Trainer):
 
 @patch
 def _log_fetched(self: Trainer, more: dict = {}):   # noqa: B006 -- only read
-    "Write a log line of the fetched losses and of `more`."
+    "Write a log line with the fetched losses and `more`."
     step, names, lap, arrived = self.in_flight
     self.in_flight, (values, when) = None, arrived.result()
     rows = values[:-1].reshape(-1, len(names))
@@ -467,7 +467,7 @@ def _log_fetched(self: Trainer, more: dict = {}):   # noqa: B006 -- only read
 
 @patch
 def _count_bad(self: Trainer, step: int, bad) -> dict:
-    "Name the clips of updates that were skipped because of a NaN; too many in a row end the training."
+    "Report clips of updates skipped for NaNs; too many in a row end the training."
     clips, part = {}, type(self.training).__name__.removesuffix('Training').lower()   # gpt, dvae or decoder
     for number, flag in enumerate(bad, step - len(bad)):
         self.bad_in_row = self.bad_in_row + 1 if flag else 0
@@ -485,7 +485,7 @@ def _count_bad(self: Trainer, step: int, bad) -> dict:
 # %% ../../nbs/train/trainer.ipynb #6f7475e2
 @patch
 def validate(self: Trainer) -> dict[str, float]:
-    "Compute losses of held-out clips and the scores of `listener`, of the trained model without dropout."
+    "Compute held-out losses and the scores of `listener`, with the trained model, without dropout."
     with self.as_trained():
         metrics = self._means_of(self.validation, self.hooks.validation)
         spoken = self.run and self.run / 'spoken' / f'{self.step:09d}'
@@ -497,7 +497,7 @@ def validate(self: Trainer) -> dict[str, float]:
 
 @patch
 def _means_of(self: Trainer, plan: BatchPlan, each=iter) -> dict[str, float]:   # each: gets the batches
-    "The mean losses of held-out clips, of the model as it is."
+    "Mean losses of held-out clips with the current variables."
     with _closed_after(iter(self.feed(plan, 0, plan.steps_per_epoch))) as source:
         parts = [*map(lambda batch: self.evaluate(self.place(batch)), each(source))]
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
@@ -505,7 +505,7 @@ def _means_of(self: Trainer, plan: BatchPlan, each=iter) -> dict[str, float]:   
 
 @patch
 def _old_loss(self: Trainer) -> dict[str, float]:
-    "The loss of older clips, if some are held out; call it inside of `as_trained`."
+    "The loss of older held-out clips, if any; call it inside `as_trained`."
     return {'old_loss': self._means_of(self.old_validation)['loss']} if self.old_validation else {}
 
 @patch
@@ -516,36 +516,36 @@ def _note_old(self: Trainer):
     append_line(self.run / 'metrics.jsonl', json.dumps({'step': self.step, 'val_old_loss': loss}))
 
 # %% ../../nbs/train/trainer.ipynb #6f7475e3
-_AS_GOOD = 0.02   # of the distance of a few spoken clips: less is chance, and the later model wins
+_AS_GOOD = 0.02   # relative gain on a few clips: less is chance, the later model wins
 
-_WORDS = 0.1      # of `words_heard`: a model below it says no words, and its distance tells nothing
+_WORDS = 0.1      # of `words_heard`: below it a model says no words and its distance is meaningless
 
 def _says_no_words(
     metrics: dict[str, float],   # of a validation
-    heard: float = 0.,           # the most words in the run so far
-) -> bool:                       # False where nothing was spoken
-    "Whether a model has spoken, and none of the words that it should have said were heard."
-    # in some voices even the right words hardly reach the limit: then half of what was heard once is enough
+    heard: float = 0.,           # highest share of words in the run so far
+) -> bool:                       # False without speech
+    "Whether a model has spoken, but none of the expected words."
+    # in some voices correct words barely reach the limit: half of the best so far is enough
     limit = min(_WORDS, heard / 2) if heard >= _WORDS else _WORDS
     return metrics.get('val_words', 1.) < limit
 
 def judge(
-    best: dict | None,           # the model that is kept: its step, val_loss, val_dtw, ...; None for none
+    best: dict | None,           # the kept model: step, val_loss, val_dtw, ...; None for none
     metrics: dict[str, float],   # of a validation
     step: int,                   # of that validation
     by: str = 'loss',            # training.gpt.judge_by
-) -> tuple[dict | None, bool]:   # the new `best`, None if the old one stays; whether patience starts again
-    "Judge whether the model of a validation is kept: it is the best so far, or speaks as well as that one."
+) -> tuple[dict | None, bool]:   # new `best` (None: unchanged), whether to reset patience
+    "Decide whether to keep a validated model: it is the best so far, or speaks as well."
     name, best = f'val_{by}', best or {}
-    if name not in best: best = {}   # the run was judged by something else before
-    again = step <= best.get('step', -1)   # after a kill: a later model was kept, and patience not over
+    if name not in best: best = {}   # the run used another criterion before
+    again = step <= best.get('step', -1)   # after a kill: a later model is kept, patience remains
     heard = best.get('heard', 0.)
     mute, before = (name == 'val_dtw' and _says_no_words(m, heard) for m in (metrics, best))
     if mute and best and not before:
         print(f'Update {step}: the model no longer says the words of its held-out sentences; the best one so '
               f'far is that of update {best["step"]}.', file=sys.stderr)
         return None, again
-    if mute: name = 'val_loss'   # a hum may be nearer than speech
+    if mute: name = 'val_loss'   # a hum may be closer than speech
     elif before: best = {}
     known, now = best.get(name, math.inf), metrics[name]
     lowest = best.get('lowest', known)
@@ -560,7 +560,7 @@ def judge(
 # %% ../../nbs/train/trainer.ipynb #c37ffcbc
 @patch
 def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
-    "Whether the model of a validation is kept."
+    "Note and return whether a validated model is kept."
     found, restart = judge(self.best, metrics, self.step, self.training.judge_by)
     self.since_best = 0 if restart else self.since_best + 1
     self.best = found or self.best
@@ -569,13 +569,13 @@ def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
 # %% ../../nbs/train/trainer.ipynb #6f7475e5
 @patch
 def _compare_last(self: Trainer):
-    "When training ends: keep the last model in place of the best one if it speaks more clips better."
+    "At the end of training: keep the last model if it speaks more clips better than the best one."
     best, last = self.best, self.step
     if not (self.run and self.eval_last and best) or last in (best['step'], best.get('compared')): return
     logged = [line for line in read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
     if not (logged and logged[-1]['step'] == last): return
     listener, kept = self.eval_last(), self.run / 'best' / 'model.safetensors'
-    if (clips := len(listener.ids)) <= self.training.eval_clips: return   # there are no more
+    if (clips := len(listener.ids)) <= self.training.eval_clips: return   # no more clips
     heard = lambda: {f'val_{name}': float(value) for name, value in listener(None).items()}
     then = {name: value for name, value in best.items() if name != 'lowest'}
     try:
@@ -600,7 +600,7 @@ def _compare_last(self: Trainer):
 # %% ../../nbs/train/trainer.ipynb #2ebc67c4
 @patch
 def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool = True):
-    "Write a checkpoint and the model as it is, or the model as the best so far, or both."
+    "Write a checkpoint with the current model, the model as the best so far, or both."
     if not (checkpoint or best): return
     facts, found = {k: getattr(self, k) for k in _RESUMED_FIELDS}, self.best
     keep, exports = self.training.keep_checkpoints, checkpoint and (wait or self._exports)
@@ -620,11 +620,11 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
 
     state, means = self.state if checkpoint else {}, self.optimizer.use_ema
     weights = self.xtts.weights if best or exports else {}
-    rest = {k: v for k, v in weights.items() if means or k not in state}   # no second copy
+    rest = {k: v for k, v in weights.items() if means or k not in state}   # not copied twice
     if wait or not _room_to_copy([*state.values(), *rest.values()]):
         try:
             with self.as_trained(): self.writer.finish(lambda: write_model(weights))
-        finally: self.unsaved = None   # the variables change
+        finally: self.unsaved = None   # variables change
         return self.writer.finish(lambda: write_state(state))
     state = _snapshot(state)
     with self.as_trained(): model = state | _snapshot(rest)
@@ -633,7 +633,7 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
 # %% ../../nbs/train/trainer.ipynb #9c54881d
 @patch
 def _update(self: Trainer, batch: dict) -> dict:
-    "One update; if the first one lacks memory, the training begins again with fewer rows at once."
+    "Run an update; if the first one runs out of memory, restart with fewer rows at once."
     self.state_at_start = self._copy_of_state() if self.step == self.first_step else None
     while True:
         try: return self.timer.run(self.train_step, batch, tf.constant(self.step))
@@ -643,14 +643,14 @@ def _update(self: Trainer, batch: dict) -> dict:
 
 @patch
 def _copy_of_state(self: Trainer) -> dict | None:
-    "The state on the host, to begin again with; None where there is no room, or no smaller part."
-    times = 1.1 if tf.config.list_logical_devices('GPU') else 10   # a CPU computes in the same memory
+    "A copy of the state on the host for a restart; None without room, or if parts cannot shrink."
+    times = 1.1 if tf.config.list_logical_devices('GPU') else 10   # a CPU shares its memory
     divisible = isinstance(self.update, Update) and self.training.grad_accum_steps < self.plan.data.batch_size
     return _snapshot(self.state) if divisible and _room_to_copy([*self.state.values()], times) else None
 
 @patch
 def _more_parts(self: Trainer, error: tf.errors.OpError):
-    "Begin again, with each batch in at least twice as many parts; raises `UserError` where that cannot be."
+    "Restart with at least twice as many parts per batch; raises `UserError` if impossible."
     rows, parts = self.plan.data.batch_size, self.training.grad_accum_steps
     more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
     if not isinstance(self.update, Update):
@@ -661,13 +661,13 @@ def _more_parts(self: Trainer, error: tf.errors.OpError):
     if not (more and self.state_at_start):
         raise UserError(f'{self.run or "training"}: out of memory at update {self.step} with '
                         f'{rows // parts} rows at once; {fix}.') from error
-    for name, v in self.state.items(): v.assign(self.state_at_start[name])   # the update may be half written
+    for name, v in self.state.items(): v.assign(self.state_at_start[name])   # the update may be partial
     print(f'OUT OF MEMORY at the first update with {rows // parts} rows at once: the training begins again, '
           f'with {rows // more}.', file=sys.stderr, flush=True)
     self.xtts.config = self.xtts.config.replace(training={'gpt': {'grad_accum_steps': more}})
     self.training = self.update.training = self.training.model_copy(update={'grad_accum_steps': more})
     self.train_step = self.compiled_step()
-    self.step_seconds.clear()   # the measured times of a single step are no longer valid
+    self.step_seconds.clear()   # no longer valid
 
 # %% ../../nbs/train/trainer.ipynb #6f7475e1
 @patch
@@ -683,12 +683,12 @@ def _pause(self: Trainer, ended: bool) -> bool:
     self.callback_counts = self.hooks.counts()
     ended = bool(ended or self.over or self.failure or self.hooks.model.stop_training)
     if self.run: self.save(ended or self._due(self.training.checkpoint_every), better, wait=ended)
-    self.timer.restart()   # none of this counts as training
+    self.timer.restart()   # not training time
     return ended
 
 @patch
 def _save_again(self: Trainer):
-    "After a checkpoint that could not be written: one of the state as it is now, or an error."
+    "After a failed checkpoint: write one of the current state, or raise."
     self._fetch()
     self._log_fetched()
     self.callback_counts = self.hooks.counts()
@@ -699,18 +699,18 @@ def _save_again(self: Trainer):
 @patch
 def _check_unchanged(self: Trainer):
     "Raise `UserError` if another process has trained in the run since this trainer read it."
-    self.writer.wait()   # of a training that was interrupted
+    self.writer.wait()   # from an interrupted training
     if self.run and _newest(self.run) != self.seen_checkpoint:
         raise UserError(f'{self.run}: another process has trained here since this one read it; begin again, '
                         'to continue from its last checkpoint.')
 
 @patch
 def fit(self: Trainer,
-    steps: int | None = None,   # until this many updates are done in all; default: `steps` of its section
+    steps: int | None = None,   # total updates; default: `steps` of its section
     progress=None,              # called with (done, total, the metrics of the latest log line)
-    callbacks: list = (),       # of Keras
+    callbacks: list = (),       # Keras callbacks
 ) -> dict:   # steps, loss_first, loss_last, best, clips_per_s, traces, compile_seconds, seconds
-    "Train; losses of the summary are means of 10 updates. `UserError` if losses stay not finite."
+    "Train; the summary's losses are means of 10 updates. `UserError` if losses stay not finite."
     steps = self.training.steps if steps is None else steps
     begun, self.first_step = time.perf_counter(), self.step
     self.report = lambda line: progress and progress(line['step'], steps, line)
@@ -721,7 +721,7 @@ def fit(self: Trainer,
     ended, requests = self.over, []
     with (_catch_sigterm(lambda *_: requests.append(True)), _products_in_tf32(self.training.tf32),
           _locked(self.run), _on_device(self.device),
-          _closed_after(iter(self.batches(self.step, steps))) as source):   # once the run is locked
+          _closed_after(iter(self.batches(self.step, steps))) as source):   # after locking
         self._check_unchanged()
         hooks.train_begins(self.step, self.callback_counts, self.assigned_rate)
         if not (self.step or self.run and (self.run / 'metrics.jsonl').is_file()):
@@ -731,11 +731,11 @@ def fit(self: Trainer,
             with timer.phase('wait'): batch = next(source)
             with timer.phase('copy'): batch = self.place(batch)
             with timer.phase('callbacks'): hooks.update_begins(self.step)
-            with _late_interrupt():   # an update that is done is counted
+            with _late_interrupt():   # a completed update is counted
                 self.pending.append(self._update(batch))
-                del batch   # frees its memory on the device before the next batch arrives
+                del batch   # frees device memory before the next batch
                 self.step += 1
-            if self.in_flight: self._log_fetched()   # the previous log line, while the device computes
+            if self.in_flight: self._log_fetched()   # previous log line, during device work
             with timer.phase('callbacks'): hooks.update_ends(self.step - 1)
             ended = bool(self.step == steps or self.stops(requests) or self.failure
                          or hooks.model.stop_training)
@@ -743,12 +743,12 @@ def fit(self: Trainer,
             if ended or checkpoint or self._validates or self._ends_epoch: ended = self._pause(ended)
             elif self.writer.failed: self._save_again()
             elif self._due(self.training.log_every): self._fetch()
-        if not (requests or self._validates): self._note_old()   # else the validation has done it
+        if not (requests or self._validates): self._note_old()   # else done by the validation
         self.writer.wait()
         if not (requests or self.failure) and self._finished: self._compare_last()
     hooks.all.on_train_end(hooks.logs)
     if self.failure: raise UserError(self.failure)
-    if requests: raise SystemExit(143)   # as a shell reports a process that SIGTERM ended
+    if requests: raise SystemExit(143)   # exit code after SIGTERM
     return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
             'clips_per_s': timer.median_rate(), 'traces': trace_count(self.train_step),
             'best': self.run and _told(self.run / 'best') or self.best,
