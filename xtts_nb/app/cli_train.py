@@ -262,7 +262,7 @@ def _decoder_settings(folder: Path, config: Path | None, known: bool):
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
 def _cache_request(data: Path, config: Path | None, **options):
-    "A cache and the settings to train on it; raises `UserError` if `data` is no cache."
+    "A cache and the settings to train on it; raises `UserError` unless `data` is one."
     from xtts_nb.config import UserError
     from xtts_nb.train.begin import settings_for
     request = settings_for(data, config=_keys(config), say=to_stderr, **options)

@@ -56,7 +56,7 @@ def _sha(path: Path, stamp: int) -> str:   # stamp: modification time
     return file_sha(path)
 
 def _key(cache: Path) -> str | None:
-    "The key of a cache; None if it is no cache."
+    "The key of a cache; None for anything else."
     made = cache / 'manifest.json'
     return read_json(made).get('key') if made.is_file() else None
 

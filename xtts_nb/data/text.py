@@ -471,7 +471,7 @@ def _parts(text: str, language: str) -> str:
     else: text = re.sub(f'(?<![0-9])%({_AMOUNT})', r'\1%', text)
     text = re.sub('[0-9]+[.,][0-9]+', lambda m: _decimal(m[0], language), text)
     if r'\.' not in getattr(_RULES.get(language), 'ordinal', ''): return text
-    words = lambda m: _whole_words(m[1], language) + '.'   # a year at the end of a text is no ordinal
+    words = lambda m: _whole_words(m[1], language) + '.'   # a year at the end of a text, not an ordinal
     return re.sub(r'([0-9]{3,}|[0-9]+(?=\.["”»)\s]*$))\.(?=\W|$)', words, text)
 
 _THIN_SPACES = re.compile(r'(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))')   # between thousands
