@@ -167,6 +167,7 @@ say --model RUN --voice corpus/wavs/good.wav > text
 say aa --model RUN --voice corpus/wavs/good.wav --language xx > xx
 say aa --model RUN --voice corpus/wavs/text.wav > text.wav
 say aa --model RUN --voice corpus/wavs/good.wav --say-as bad.yaml > pronunciations
+subtitles corpus/wavs/good.wav aa --out a.txt > .srt
 evaluate empty --model empty > empty
 serve --model RUN --voices empty --voice-alias x > NAME=VOICE
 voices add a/b empty --model RUN --voices v > a/b

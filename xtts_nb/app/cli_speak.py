@@ -141,6 +141,25 @@ def _say(
                                      progress=partial(tell, 'speak'), log=to_stderr)
     return _spoken(out, seconds, speaker, report)
 
+# %% ../../nbs/app/cli_speak.ipynb #2c82a521
+@_speech('subtitles', example='say.wav --text-file story.txt --out say.srt')
+def _subtitles(
+    recording: argument(Path, 'Recording of the text.', **EXISTS),
+    out: option(Path, 'File to write: .srt, .vtt, or .json with the time of each word.'),
+    text: argument(str | None, 'The text.') = None,
+    text_file: option(Path | None, 'File with the text, in UTF-8; - reads stdin.') = None,
+    language: option(str, 'Language of the text.') = 'en',
+):
+    "Write subtitles or word times of a recording whose text is known."
+    from xtts_nb.files import check_writable
+    from xtts_nb.speech.subtitles import ENDINGS, timed_words, write_subtitles
+    from xtts_nb.config import UserError
+    if out.suffix not in ENDINGS: raise UserError(f'{out}: subtitles end with {", ".join(ENDINGS)}.')
+    check_writable(out)
+    words = timed_words(recording, [_text_of(text, text_file)], language)
+    write_subtitles(words, out)
+    return {'out': str(out), 'words': len(words)}, f'{out}: {len(words)} words, {words[-1].end:.2f} s'
+
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0008
 _voices_app = typer.Typer(no_args_is_help=True, help='Make, list, blend and remove voices.')
 app.add_typer(_voices_app, name='voices', rich_help_panel='Speak')
