@@ -1989,6 +1989,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'xtts_nb/monitor/loop_rules.py'),
                                             'xtts_nb.monitor.loop_rules._single_fits': ( 'monitor/loop_rules.html#_single_fits',
                                                                                          'xtts_nb/monitor/loop_rules.py'),
+                                            'xtts_nb.monitor.loop_rules._starting': ( 'monitor/loop_rules.html#_starting',
+                                                                                      'xtts_nb/monitor/loop_rules.py'),
                                             'xtts_nb.monitor.loop_rules._step_is_compiled': ( 'monitor/loop_rules.html#_step_is_compiled',
                                                                                               'xtts_nb/monitor/loop_rules.py'),
                                             'xtts_nb.monitor.loop_rules._steps': ( 'monitor/loop_rules.html#_steps',

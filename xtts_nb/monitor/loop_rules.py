@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from .graph_rules import _SHORT_STEP
 from .leave_out import _seconds_of, _times_that_fit, _trial, tried
-from .loop import _chain, python_operations, stages
+from .loop import _chain, drain, python_operations, stages, steady_mean
 from .seen import again, _calls_with_rows, _datasets_of, finding, Finding, ms, _Seen, waiting
 from .watch import _is_compiled, _Passes, _Place, _shapes, Watch
 
@@ -343,14 +343,14 @@ def find_eager(seen: _Seen) -> list[Finding]:
     "A step outside `tf.function`."
     share, fits = seen.share('eager'), [f.model for f in seen.watch.fits]
     by_setting = tf.config.functions_run_eagerly() or any(m.run_eagerly for m in fits)
+    if seen.loop[:1] in (('fit',), ('fits',)) and not by_setting: return _epoch_cost(seen)
     if share < .2: return []
-    if seen.loop and seen.loop[0] in ('fit', 'fits') and not by_setting: return _epoch_cost(seen)
     case = 'setting' if by_setting else 'outside' if _step_is_compiled(seen) else 'step'
     if case == 'outside' and not seen.steps: return []   # no steps, as with a single predict
     if case == 'outside' and (found := _read_singly(seen)): return found
     left = _fit_as_graph(seen) if by_setting else _as_graph(seen.watch)
     if left is not None and left > .9: return []
-    if left is None and seen.seconds > _LONG_STEP * len(seen.steps): return []
+    if left is None and by_setting and seen.seconds > _LONG_STEP * len(seen.steps): return []
     # includes the function's Python
     if left is not None: share = max(share, 1 - seen.share(*_ASIDE))
     cause, why, fix, change = _EAGER[case]
@@ -468,14 +468,23 @@ def _epoch_cost(seen: _Seen) -> list[Finding]:
         what = f'an epoch has {_steps(steps)}'
         fix = 'make epochs longer: dataset.repeat(), with steps_per_epoch'
     cost = 'eager', *(['end'] if ended >= _OFTEN else [])   # few passes may wait by chance
-    if steps > 8 or share_of(*cost) < .2 or share_of('callback') > .2: return []
+    starts = _starting(seen) if steps <= 2 else 0.
+    if steps > 8 or share_of(*cost) + starts < .2 or share_of('callback') > .2: return []
     share = share_of(*cost, 'input', 'callback')
+    if starts: share = min(.95, seen.part(*cost, 'pipeline', 'callback') + starts)   # by the clock
     return [finding(
         seen, 'short epochs',
         f'{what}, and beginning and ending it takes {share:.0%} of the time',
         fix, share, seen.loop[1],
         'model.fit(dataset.repeat(), steps_per_epoch=epochs * steps, epochs=1)   # as many updates; what '
         'follows an epoch, such as validation, then runs once')]
+
+def _starting(seen: _Seen) -> float:
+    "The share of waiting that is not for the batches themselves, but for the start of a pass."
+    made = _datasets_of(seen)[-1:]
+    if not made or python_operations(made[0]): return 0.
+    batch = steady_mean(drain(iter(made[0].repeat()), 24, 2.))
+    return max(0., waiting(seen) - batch * len(seen.steps) / seen.seconds)
 
 def _fit_steps(watch: Watch) -> float:
     "Mean steps per `fit`."
