@@ -24,33 +24,20 @@ from .terminal import (
 def _demo(
     out: option(Path, 'Folder for all results.') = Path('runs/demo'),
     steps: option(int | None, 'Updates of the GPT; default: from the preset.', min=1) = None,
-    seed: option(int | None, 'Seed of all random draws; default: 0.', min=0) = None,
-    seeds: option(int | None, 'Number of seeds, for scores only; continues after a stop.', min=1) = None,
+    seed: option(int, 'Seed of all random draws.', min=0) = 0,
     record: Record = False,
 ):
     "Run everything from nothing: corpus, DVAE, cache, both comparisons, training, speech, report."
-    from xtts_nb.config import UserError, XTTSConfig
-    if seeds and seed is not None:
-        raise UserError(f'demo: --seeds {seeds} runs the seeds 0 to {seeds - 1}; leave out --seed.')
+    from xtts_nb.config import XTTSConfig
     start()
-    from xtts_nb.app.demo import demo_seeds, run_demo, seed_spread
+    from xtts_nb.app.demo import run_demo
     config = XTTSConfig.tiny().replace(training={'gpt': given(steps=steps)})
-    if seeds:
-        with progress() as tell: rows = demo_seeds(out, seeds, config, tell=tell)
-        spread = seed_spread(rows)
-        if record: write_record('demo_seeds', rows, steps=config.training.gpt.steps, spread=spread)
-        return {'rows': rows, 'spread': spread}, _seeds_text(len(rows), spread)
-    with progress() as tell: result = run_demo(out, config, seed=seed or 0, tell=tell, say=to_stderr)
+    with progress() as tell: result = run_demo(out, config, seed=seed, tell=tell, say=to_stderr)
     recorded = ('data_before_after', 'step_before_after', 'train', 'scores', 'seconds')
     if record: write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
     return result, _demo_text(result)
 
 # %% ../../nbs/app/cli.ipynb #b163f5d4
-def _seeds_text(seeds: int, spread: dict) -> str:
-    "The scores of several seeds: median, minimum and maximum."
-    line = lambda name, v: f'{name}: {v["median"]:g} ({v["min"]:g} to {v["max"]:g})'
-    return '\n'.join([f'{seeds} seeds', *(line(name, v) for name, v in spread.items())])
-
 def _demo_text(result: dict) -> str:
     "The summary that `make demo` prints at the end."
     from xtts_nb.speech.scores import scores_text
