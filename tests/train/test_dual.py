@@ -18,9 +18,8 @@ from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan, _CodeReader, _reader_of
 from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.devices import DevicePlan
-from xtts_nb.models.dvae import load_dvae
 from xtts_nb.train import dual as page
-from xtts_nb.train.distributed import Share, _code_feed
+from xtts_nb.train.distributed import Share
 from xtts_nb.train.dual import (
     Feed, Pipeline, PipelineClosed, Span, by_stage, dual_trainer, finish_batch, overlap,
     _pipeline_rows, pipeline_table, run_feed, sound_batches, _stage_rows, _steady_period)
@@ -155,6 +154,15 @@ def test_a_plan_without_codes_gives_the_batches_of_one_with(prepared, runtime, s
     for cached, ours in zip(read_eagerly(plans[0], 0, 3), plans[1].stream(0, 3), strict=True):
         same_batch(ours, cached, 2e-3)
 
+def test_each_worker_makes_the_codes_of_its_rows(runtime, mini, dvae):
+    "The shares of a runtime cache together are the batch of one device; each knows the lengths of all rows."
+    plan = BatchPlan(runtime, mini.data, dvae=dvae)
+    plans = plan, Share(plan, 0, 2), Share(plan, 1, 2)
+    for whole, *halves in zip(*(some.stream(0, 2) for some in plans), strict=True):
+        for name, rows in whole.items():
+            assert np.array_equal(np.concatenate([half[name] for half in halves]), rows), name
+        assert all(np.array_equal(half['whole_code_length'], whole['code_length']) for half in halves)
+
 def test_the_end_of_the_batches_raises_no_error(runtime, mini, monkeypatch):
     "An op of another thread that copies between devices could end with the error of this one."
     monkeypatch.setattr(type(iter(tf.data.Dataset.range(1))), '__next__', None)
@@ -227,24 +235,6 @@ def test_devices_without_memory_are_named(runtime, mini, batch, monkeypatch):
     def read(self, step): return {'wav': tf.fill(tf.reshape(step, [1]) + 2**46, 0.) + 1}
     monkeypatch.setattr(page.SoundReader, '__call__', read)
     with pytest.raises(UserError, match='out of memory while recordings were read'): next(sound_batches(plan))
-
-@pytest.mark.slow
-def test_the_gpu_of_a_worker_makes_the_codes_of_its_rows(runtime, prepared, mini):
-    "A batch at once; with prepared codes, on a CPU or with several cards it has nothing to make."
-    config = mini.replace(data={'buckets': 1}, training={'gpt': {'mode': 'eager'}})   # op by op
-    plan = BatchPlan(runtime, config.data)
-    with tf.device('CPU:0'): plan.dvae = load_dvae(runtime.folder / 'dvae.safetensors', config)
-    for devices, cache in ((['CPU:0'], runtime), (['GPU:0', 'GPU:1'], runtime), (['GPU:0'], prepared)):
-        assert _code_feed(config, devices, [BatchPlan(cache, config.data)]) is None
-    for worker in range(2):
-        share = Share(plan, worker, 2)
-        feed = _code_feed(config, ['GPU:0'], [share])   # its DVAE is placed softly where there is no GPU
-        assert (feed.devices.data, feed.devices.model, [*feed.stages]) == ('GPU:0', 'GPU:0', ['data'])
-        feed.devices = ONE
-        with feed(share, 0, 2) as made:
-            for ours, theirs in zip(made, share.stream(0, 2), strict=True):   # row by row, on the CPU
-                assert {'whole_weight', 'whole_code_length'} < {*ours}
-                same_batch(ours, theirs, 1e-2)
 
 # --- slow: trained, resumed, and two cards that are logical CPU devices ---------------------------
 

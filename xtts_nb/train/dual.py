@@ -246,8 +246,6 @@ class Pipeline(Batches):
         for thread in self.threads: thread.join()
 
 # %% ../../nbs/40_dual_gpu.ipynb #3e429d3c
-_SOUNDS = 'wav', 'reference_wav', 'reference_length', 'coded', 'mel_length'   # used up by `finish_batch`
-
 class SoundReader(WavReader):
     "Samples of clips and references of a runtime cache, with a mask for their codes."
     def __init__(self, plan: BatchPlan):
@@ -262,10 +260,9 @@ class SoundReader(WavReader):
 
 def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
     "Read batches of samples (B, N) of steps first, first + 1, ...; `UserError` for an unreadable recording."
-    make = getattr(plan, 'sound_reader', SoundReader)   # a worker's share of a plan has its own
     data = plan.data.model_copy(update={'prefetch_to_gpu': False})
     try:
-        with tf.device('CPU:0'): source = iter(batches_of(_one_reader(plan, make), data, first, last))
+        with tf.device('CPU:0'): source = iter(batches_of(_one_reader(plan, SoundReader), data, first, last))
         while True:
             # an iterator that ends by an error may end ops of other threads with it (TensorFlow 2.21)
             with tf.device('CPU:0'):
@@ -295,8 +292,7 @@ def finish_batch(
     around = tf.range(voice.shape[1], dtype=tf.int64)[None] % batch['reference_length'][:, None]
     reference = tf.cast(tf.gather(voice, around, batch_dims=1), tf.float16)
     made = batch | {'codes': tf.where(coded, codes, 0), 'reference': reference}
-    others = {name: x for name, x in batch.items() if name not in (*_BATCH, *_SOUNDS)}
-    return {name: made[name] for name in _BATCH} | others
+    return {name: made[name] for name in _BATCH}
 
 # %% ../../nbs/40_dual_gpu.ipynb #d1f7a9c3
 def _check_no_codes(cache: Cache):
