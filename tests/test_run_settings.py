@@ -33,7 +33,7 @@ def test_a_key_is_given_once_and_options_are_keys():
 
 @pytest.mark.parametrize('name', [*_GPU_PRESETS, *_LEVELS])
 def test_a_preset_changes_the_keys_it_names(name):
-    start = DEFAULT.replace(training={'gpt': {'precision': 'float16', 'schedule': 'noam', 'ema': 0.5}})
+    start = DEFAULT.replace(training={'gpt': {'precision': 'float16', 'ema': 0.5}})
     keys = gpu_preset(name, cores=3) if name in _GPU_PRESETS else optimization_level(name)
     config = laid_over(start, preset=keys)
     assert keys.items() <= flat(config.model_dump()).items() and config != start
