@@ -155,28 +155,19 @@ def _monitor(
     return summary, '\n'.join(_summary_lines(summary)), 130 if summary['interrupted'] else 0
 
 # %% ../../nbs/app/cli.ipynb #a89da087
-@app.command('profile', rich_help_panel='Speed', epilog=shown('profile', app, '--data cache/mine'))
-def _profile_step(
+@_speed('profile', example='--data cache/mine')
+def _profile(
     data: option(Path | None, 'Cache to take batches from; default: random batches.', **FOLDER) = None,
     preset: option(str | None, 'Sizes of the model: tiny or xtts_v2; default: those of the cache, else '
                                'tiny.') = None,
     config: Settings = None,
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
-    rounds: option(int | None, 'Rounds to measure; each times every part once. Default: 7.', min=1) = None,
-    dual: option(bool, 'Profile the stages of training on two devices instead.', '--dual') = False,
-    json_: Json = False,
+    rounds: option(int, 'Rounds to measure; each times every part once.', min=1) = 7,
 ):
     "Profile a training step: placement, forward and backward, memory, and a trace for TensorBoard."
-    with answer(json_) as show:
-        from xtts_nb.config import workspace
-        folder = out or workspace().runs / 'profile'
-        if dual: _refuse_with_dual(preset=preset, config=config, rounds=rounds)
-        show(*(_profile_dual(data, folder) if dual else _profile(data, preset, config, folder, rounds or 7)))
-
-# %% ../../nbs/app/cli.ipynb #0a2b4e42
-def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str]:
-    "Profile one step: the result, also written to `folder`, and its text."
+    from xtts_nb.config import workspace
     from xtts_nb.data.cache import Cache
+    folder = out or workspace().runs / 'profile'
     cache = Cache(data, in_memory=False) if data else None
     settings = load_settings(preset or 'tiny', config) if preset or config or not cache else cache.config
     if cache: cache.read(settings.data.ram_budget)
@@ -204,28 +195,6 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     write_json(folder / 'profile.json', result)   # first: it tells whose the page is
     page = write_page(result, folder / 'profile.html')
     return result | {'page': str(page)}, f'{profile_text(result)}\nThe page: {page}'
-
-# %% ../../nbs/app/cli.ipynb #0a2c4e43
-def _refuse_with_dual(**options):
-    "Refuse the options that `--dual` would ignore."
-    from xtts_nb.config import UserError
-    given_too = ', '.join(f'--{name}' for name, value in options.items() if value)
-    if given_too: raise UserError(f'profile --dual: does not use {given_too}; leave it out.')
-
-def _profile_dual(data, folder: Path) -> tuple[dict, str]:
-    "Profile the stages on two devices: the result, and its text."
-    from xtts_nb.config import UserError
-    if not data: raise UserError('profile --dual: needs a runtime cache; name it with --data CACHE.')
-    devices = start(two=True)
-    from xtts_nb.files import check_results, has_keys, write_json
-    from xtts_nb.train.profile import _profile_dual
-    check_results(folder, ('dual.json', 'dual.png'),
-                  lambda: has_keys(folder / 'dual.json', 'rows', 'picture'))
-    folder.mkdir(parents=True, exist_ok=True)
-    result = _profile_dual(data, folder / 'dual.png', devices=devices)
-    write_json(folder / 'dual.json', result)
-    lines = [table('Who worked when', result['rows']), result['verdict'], f'The picture: {result["picture"]}']
-    return result, '\n'.join(lines)
 
 # %% ../../nbs/app/cli.ipynb #5b08c8c5
 _DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.', **FOLDER)

@@ -10,7 +10,7 @@ __all__ = ['RING', 'Span', 'Batches', 'SerialBatches', 'by_stage', 'overlap', 'p
 import itertools
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
@@ -320,7 +320,7 @@ class Feed:
         with tf.device(devices.data): self.dvae = load_dvae(cache.folder / 'dvae.safetensors', config)
         training = config.training.gpt.model_copy(update={'precision': 'float32'})   # that of the DVAE
         self.finish = compile_step(lambda batch: finish_batch(batch, self.dvae, config), training)
-        self.transfer, self.latest, self.outputs = tf.function(self._all_to_model), None, {}
+        self.transfer, self.latest = tf.function(self._all_to_model), None
 
     @property
     def where(self) -> dict[str, str]:
@@ -335,7 +335,7 @@ class Feed:
         return stages if self.devices.data == self.devices.model else stages | {'copy': self.copy}
 
     def __call__(self, plan: BatchPlan, first: int = 0, last: int | None = None) -> Batches:
-        source = (self._note('host', batch) for batch in sound_batches(plan, first, last))
+        source = sound_batches(plan, first, last)
         if self.threads: self.latest = Pipeline(source, self.stages, self.ring)
         else: self.latest = SerialBatches(source, self.stages)
         return self.latest
@@ -352,17 +352,17 @@ def make(self: Feed, batch: dict) -> dict:
         with tf.device(self.devices.data):
             made = self.finish(to_device(batch, self.devices.data))
             _wait_computed(made['codes'])
+            return made
     except tf.errors.ResourceExhaustedError as e:
         clips = len(batch['wav'])
         raise UserError(f'{self.devices.data}: out of memory while it made a batch of {clips} clips; lower '
                         'data.batch_size or data.max_seconds, or raise `data_gpu_memory`.') from e
-    return self._note('data', made)
 
 @patch
 def copy(self: Feed, batch: dict) -> dict:
     "Copy a batch to the model's device."
     try:
-        with tf.device(self.devices.model): return self._note('copy', self.transfer(batch))
+        with tf.device(self.devices.model): return self.transfer(batch)
     except tf.errors.ResourceExhaustedError as e:
         raise UserError(f'{self.devices.model}: out of memory for the next batch, in addition to the '
                         f'{self.ring - 1} before it; lower `buffer_size` or data.batch_size, set '
@@ -372,16 +372,6 @@ def copy(self: Feed, batch: dict) -> dict:
 def _all_to_model(self: Feed, batch: dict) -> dict:
     "A batch on the model's device, as one program: each copy for itself would wait for the step there."
     return to_device(batch, self.devices.model)
-
-@patch
-def _note(self: Feed, stage: str, batch: dict) -> dict:
-    "Note what a stage hands on."
-    sizes = Counter()   # bytes; int32 stays on the host, against its `device`
-    for x in batch.values():
-        name = 'its int32' if x.dtype == tf.int32 else 'a batch'
-        sizes[name, x.backing_device] += x.dtype.size * int(np.prod(x.shape))
-    self.outputs[stage] = sizes
-    return batch
 
 # %% ../../nbs/40_dual_gpu.ipynb #5c62d528
 def dual_trainer(
