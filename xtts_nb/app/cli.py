@@ -144,7 +144,7 @@ _speed = partial(command, panel='Speed')
 def _monitor(
     duration: option(float | None, 'Seconds to run; default: until Ctrl-C.', min=0) = None,
     interval: option(float, 'Seconds between two samples.', min=0.01) = 1.0,
-    log_file: option(Path | None, 'Write samples to a new .jsonl or .csv file.') = None,
+    log_file: option(Path | None, 'Write samples to a new .jsonl file.') = None,
     log: option(bool, 'Write them to a .jsonl file named after the time.', '--log') = False,
 ):
     "Show the utilisation of the GPUs (or of the CPU, if there is none) live, and a summary at the end."
