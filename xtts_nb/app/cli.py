@@ -351,15 +351,14 @@ def _report(
     seconds: option(float, 'Seconds for the step before and for the one after.', min=0.1) = 5.,
     preset: Preset = 'tiny',
 ):
-    "Write the information for a bug report: machine, utilisation before and after, checks, records."
+    "Write the information for a bug report: machine, utilisation before and after, checks."
     from xtts_nb.config import UserError, XTTSConfig
     if out and out.exists(): raise UserError(f'{out}: exists already; name a new file.')
     config = XTTSConfig.preset(preset)
     start()
     from xtts_nb.app.check import preflight_rows, run_checks, StepTrial
-    from xtts_nb.app.machine import before_after, machine, machine_report, _own_records
+    from xtts_nb.app.machine import before_after, machine, machine_report
     from xtts_nb.files import atomic_file
-    from xtts_nb.records import benchmarks
     trial = StepTrial(config)
     with progress() as tell:
         tell('measure', 0, 2)
@@ -367,8 +366,7 @@ def _report(
         tell('measure', 1, 2)
         checks = run_checks(StepTrial(config))
         tell('measure', 2, 2)
-    result = {'machine': machine(), 'step': rows, 'checks': checks,
-              'preflight': preflight_rows(trial), 'records': _own_records(benchmarks())}
+    result = {'machine': machine(), 'step': rows, 'checks': checks, 'preflight': preflight_rows(trial)}
     text = machine_report(*result.values())
     if not out: return result, text
     with atomic_file(out) as part: part.write_text(text + '\n', encoding='utf-8')
