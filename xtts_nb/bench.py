@@ -205,14 +205,13 @@ def accelerator_utilisation(
 def fed_steps(
     pipeline: Callable[[], Iterable],   # starts its batches again
     most: float,                        # steps/s, an upper bound
-    target: float = 0.99,               # AU
     seconds: float = 1.0,               # of a trial, approximately; at least 20 steps
     measure=accelerator_utilisation,
 ) -> float | None:                      # steps/s; None if below a thirtieth of `most`
     "The step rate of an emulated accelerator that a pipeline keeps busy."
     def sustained(rate):
         steps = max(20, round(seconds * rate))
-        return all(measure(pipeline(), 1 / rate, steps)['au'] >= target for _ in range(2))
+        return all(measure(pipeline(), 1 / rate, steps)['au'] >= 0.99 for _ in range(2))
 
     starved, fed = most, most / 1.5
     while not sustained(fed):

@@ -33,7 +33,6 @@ def bucket_shapes(
     codes: np.ndarray,    # (clips,) lengths
     text: np.ndarray,     # (clips,) lengths
     buckets: int,         # at most
-    most: int = 40,       # lengths of each kind to choose from
     weights: np.ndarray | None = None,   # (clips,) whole numbers, how often each is read; default: alike
     least: int = 16,      # clips of a bucket, so that most rows of its batches are clips
 ) -> list[tuple[int, int]]:   # (S, T), ascending in both; the last takes every clip
@@ -42,7 +41,7 @@ def bucket_shapes(
     place, room = codes.astype(np.int64) * columns + text, (int(codes.max()) + 1) * columns
     inside = lambda weights: np.bincount(place, weights, room).reshape(-1, columns).cumsum(0).cumsum(1)
     n, clips = inside(weights), inside(None)
-    grid = np.meshgrid(_candidates(n[:, -1], most), _candidates(n[-1], most), indexing='ij')
+    grid = np.meshgrid(*(_candidates(below, 40) for below in (n[:, -1], n[-1])), indexing='ij')
     S, T = (g.ravel() for g in grid)
     n, clips, size = n[S, T], clips[S, T], (S + T).astype(float)
     more = clips - clips[:, None]

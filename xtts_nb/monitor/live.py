@@ -413,7 +413,7 @@ def gpu_live(
     return _Live(Sampler(probe or best_probe(say), interval, say=say), title, refresh, say)
 
 # %% ../../nbs/50_monitoring.ipynb #33cccdfb
-def LiveCallback(phases: bool = True, **kwargs):   # the others as of `gpu_live`
+def LiveCallback(**kwargs):   # as of `gpu_live`
     "A Keras callback that shows `gpu_live` during `fit`, with losses, phases, AU; `live` keeps the result."
     import keras
     from xtts_nb.monitor.loop import FitPhases
@@ -425,7 +425,7 @@ def LiveCallback(phases: bool = True, **kwargs):   # the others as of `gpu_live`
             self.live = gpu_live(**kwargs)
             self.live.__enter__()
             self._open, self._phases = True, FitPhases(report=self._report)
-            if phases and getattr(self.model, 'compiled', False) and (why := self._phases.begin(self.model)):
+            if getattr(self.model, 'compiled', False) and (why := self._phases.begin(self.model)):
                 self.live.say(f'The phases of this fit cannot be told apart: {why}.')
             if _shell(): _shell().events.register('post_run_cell', self._close)
         def _report(self, line):
@@ -464,9 +464,9 @@ def _bar(share: float, width: int = 24) -> str:
     full = round(min(1., max(0., share)) * width)
     return '█' * full + '░' * (width - full)
 
-def _spark(values, width: int = 30) -> str:
-    "The last readings as small blocks."
-    return ''.join(' ' if v != v else '▁▂▃▄▅▆▇█'[min(7, int(v // 12.5))] for v in values[-width:])
+def _spark(values) -> str:
+    "The last 30 readings as small blocks."
+    return ''.join(' ' if v != v else '▁▂▃▄▅▆▇█'[min(7, int(v // 12.5))] for v in values[-30:])
 
 def _table(samples: list, head: str):
     "The present readings of every device as a rich table."
