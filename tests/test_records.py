@@ -23,9 +23,8 @@ DRAWN = [pytest.param(nb, cell, id=f'{stem}-{cell.id}') for stem, nb in NOTEBOOK
          for cell in records.record_cells(nb)]
 
 def page_of(file: Path) -> str:
-    "The longest name of a page that the name of a record begins with."
-    known = sorted(_WRITERS | _TOOLS, key=len, reverse=True)
-    return next(page for page in known if file.name.startswith(f'{page}-'))
+    "The page that the name of a record begins with."
+    return file.name.partition('-')[0]
 
 def named(nb) -> set[str]:
     "The records that a page draws."

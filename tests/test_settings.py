@@ -266,7 +266,7 @@ TABLE = (
     | rows('data', pipeline, num_workers=3, prefetch_buffer_size=7, prefetch_to_gpu=False)
     | rows('data', dropped, max_drop_rate=0.3)
     | rows('data', mode, preprocessing_mode='runtime', max_cache_gb=1e-9)
-    | rows('training.gpt', gpt_rates, RATES, steps=20, learning_rate=0.5, warmup_steps=5, schedule='noam')
+    | rows('training.gpt', gpt_rates, RATES, steps=20, learning_rate=0.5, warmup_steps=5, schedule='constant')
     | rows('training.gpt', length, epochs=3)
     | rows('training.gpt', updated, finetune='lora', gradient_clip_norm=1e-3, text_loss_weight=0.5,
            precision='bfloat16', grad_accum_steps=2, gradient_checkpointing=True, seed=3)

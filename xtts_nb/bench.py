@@ -203,14 +203,13 @@ def accelerator_utilisation(
 def fed_steps(
     pipeline: Callable[[], Iterable],   # returns a new iterator
     most: float,                        # steps/s, an upper bound
-    target: float = 0.99,               # AU
     seconds: float = 1.0,               # per trial, approximately; at least 20 steps
     measure=accelerator_utilisation,
 ) -> float | None:                      # steps/s; None if below `most` / 30
     "The highest step rate of an emulated accelerator that a pipeline keeps busy."
     def sustained(rate):
         steps = max(20, round(seconds * rate))
-        return all(measure(pipeline(), 1 / rate, steps)['au'] >= target for _ in range(2))
+        return all(measure(pipeline(), 1 / rate, steps)['au'] >= 0.99 for _ in range(2))
 
     starved, fed = most, most / 1.5
     while not sustained(fed):

@@ -365,7 +365,7 @@ class GPTTraining(PartTraining):
     learning_rate: float = Field(5e-6, gt=0)   # peak, after warm-up
     epochs: int = Field(0, ge=0)         # passes over the clips; replaces steps unless 0
     warmup_steps: int = Field(0, ge=0)   # updates, linear from 0; at most a quarter of all
-    schedule: Literal['constant', 'cosine', 'noam'] = 'constant'   # after the warm-up; cosine ends at 2 %
+    schedule: Literal['constant', 'cosine'] = 'constant'   # after the warm-up; cosine ends at 2 %
     finetune: Literal['whole', 'lora', 'rows'] = 'whole'   # all weights, LoRA adapters, or rows of new tokens
     lora_rank: Positive = 8              # rank of a LoRA adapter
     lora_alpha: float = Field(16., gt=0) # an adapter's output is scaled by lora_alpha / lora_rank

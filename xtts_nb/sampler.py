@@ -126,15 +126,13 @@ def _disk_bytes() -> tuple[int, int] | None:
     physical = physical or list(disks.values())
     if physical: return sum(d.read_bytes for d in physical), sum(d.write_bytes for d in physical)
 
-def _disk_rates(
-    every: float = 1.,   # s between readings
-):                       # returns a callable -> bytes/s read, written, or (None, None)
-    "Read and write rates of all disks."
+def _disk_rates():   # returns a callable -> bytes/s read, written, or (None, None)
+    "The read and write rates of the disks, whose counters are read once a second at most."
     before, then, rates = _disk_bytes(), time.perf_counter(), (None, None)
     def read():
         nonlocal before, then, rates
         now = time.perf_counter()
-        if before and now - then >= every and (bytes_ := _disk_bytes()):
+        if before and now - then >= 1 and (bytes_ := _disk_bytes()):
             rates = tuple(max(0., (b - a) / (now - then)) for a, b in zip(before, bytes_))
             before, then = bytes_, now
         return rates

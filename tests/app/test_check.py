@@ -121,7 +121,7 @@ def test_check_and_report_as_a_user_runs_them(kernels):
     assert done.code == 0, done.err
     text = (kernels / 'report.md').read_text()
     assert [line for line in text.splitlines() if line.startswith('## ')] == [
-        '## Machine', '## The training step', '## Checks', '## Records of this machine']
+        '## Machine', '## The training step', '## Checks']
     assert 'FAILED' not in text and '| tensorflow |' in text and '- compiled: ' in text
 
 # --- what is changed for a finding --------------------------------------------------------------------------

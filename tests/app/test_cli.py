@@ -176,7 +176,7 @@ voices list --voices nowhere > nowhere
 voices blend both a=1 a=2 --voices v > twice
 voices remove anna --voices v > voices
 monitor --duration 0.1 --log-file log.txt > .jsonl
-profile --dual > --data
+profile --preset huge > huge
 diagnose --config none.yaml > none.yaml
 diagnose --out new.yaml > --apply
 check --preset huge > huge

@@ -95,24 +95,6 @@ def test_held_out_pairs_are_not_in_training(clips, n):
         assert p.reference in known and p.reference.text != p.target.text   # never the same words
         assert (p.reference.speaker, p.reference.language) == (p.target.speaker, p.target.language)
 
-def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
-    "Each seed's scores are kept as it ends; other settings are another measurement."
-    seen = []
-    def one_seed(clips, corpus, folder, config, pairs, seed, tell):
-        assert config.data.seed == config.training.gpt.seed == config.training.dvae.seed
-        seen.append((config.data.seed, config.training.gpt.seed))
-        if seen == [(0, 0), (1, 1)]: raise KeyboardInterrupt
-        return {'seed': seed, 'loss': 10. - seed}
-    monkeypatch.setattr(demo, 'make_corpus', lambda *a, **k: CLIPS)
-    monkeypatch.setattr(demo, '_one_seed', one_seed)
-    with pytest.raises(KeyboardInterrupt): demo.demo_seeds(tmp_path, 3, small)
-    rows = demo.demo_seeds(tmp_path, 3, small)
-    assert seen == [(0, 0), (1, 1), (1, 1), (2, 2)]   # the first was not repeated
-    assert demo.demo_seeds(tmp_path, 3, small) == rows and len(seen) == 4
-    assert demo.seed_spread(rows) == {'loss': {'min': 8., 'median': 9., 'max': 10.}}
-    demo.demo_seeds(tmp_path, 1, small.replace(training={'gpt': {'steps': small.training.gpt.steps + 1}}))
-    assert len(seen) == 5
-
 # --- whose run it removes -----------------------------------------------------------------------------------
 
 def test_a_demo_starts_again_and_removes_only_its_own_run(cheap, prepared, mini, tmp_path):

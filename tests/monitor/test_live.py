@@ -1,5 +1,4 @@
 "The live view, its pictures and the terminal on recorded traces: no GPU, no front end, no waiting."
-import csv
 import io
 import json
 import re
@@ -170,16 +169,9 @@ def test_a_log_of_json_lines_holds_each_sample_at_once_also_at_ctrl_c(tmp_path):
     assert all(r.pop('date').endswith('+00:00') for r in rows)
     assert rows == json.loads(json.dumps([asdict(s) for s in samples]))
 
-def test_a_log_of_csv_has_a_line_per_device(tmp_path):
-    log = tmp_path / 'a.CSV'
-    watched(probe=replay_probe([*TRACE, Sample(9., error='x: gone')]), log_file=log)
-    rows = list(csv.DictReader(log.open()))
-    assert [r['device'] for r in rows] == ['GPU 0', 'GPU 1', 'CPU'] * 5 + ['']
-    assert [r['utilisation'] for r in rows[:3]] == ['90.0', '0.0', '40.0'] and rows[-1]['error'] == 'x: gone'
-
 def test_monitor_refuses_what_it_cannot_write_and_keeps_an_old_log(tmp_path):
-    (tmp_path / 'a.csv').write_text('evidence')
-    for log in ('b.txt', 'a.csv', 'a.csv/b.csv', 'a.csv/b.jsonl'):
+    (tmp_path / 'a.jsonl').write_text('evidence')
+    for log in ('b.csv', 'a.jsonl', 'a.jsonl/b.jsonl'):
         with pytest.raises(UserError, match=log): watched(probe=replay_probe(TRACE), log_file=tmp_path / log)
     for bad in (dict(duration=-.1), dict(interval=0)):
         with pytest.raises(UserError, match='take'): watched(probe=replay_probe(TRACE), **bad)

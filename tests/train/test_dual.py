@@ -11,20 +11,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cheap import Cheap, read_eagerly
+from cheap import read_eagerly
 from process import main, python, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan, _CodeReader, _reader_of
 from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.devices import DevicePlan
-from xtts_nb.models.dvae import load_dvae
 from xtts_nb.train import dual as page
-from xtts_nb.train.distributed import Share, _code_feed
+from xtts_nb.train.distributed import Share
 from xtts_nb.train.dual import (
     Feed, Pipeline, PipelineClosed, Span, by_stage, dual_trainer, finish_batch, overlap,
-    _pipeline_rows, pipeline_table, run_feed, sound_batches, _stage_rows, _steady_period)
-from xtts_nb.train.profile import device_placement, placement_summary
+    _pipeline_rows, pipeline_table, sound_batches, _stage_rows, _steady_period)
 from xtts_nb.train.runs import new_run
 
 ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
@@ -155,29 +153,19 @@ def test_a_plan_without_codes_gives_the_batches_of_one_with(prepared, runtime, s
     for cached, ours in zip(read_eagerly(plans[0], 0, 3), plans[1].stream(0, 3), strict=True):
         same_batch(ours, cached, 2e-3)
 
+def test_each_worker_makes_the_codes_of_its_rows(runtime, mini, dvae):
+    "The shares of a runtime cache together are the batch of one device; each knows the lengths of all rows."
+    plan = BatchPlan(runtime, mini.data, dvae=dvae)
+    plans = plan, Share(plan, 0, 2), Share(plan, 1, 2)
+    for whole, *halves in zip(*(some.stream(0, 2) for some in plans), strict=True):
+        for name, rows in whole.items():
+            assert np.array_equal(np.concatenate([half[name] for half in halves]), rows), name
+        assert all(np.array_equal(half['whole_code_length'], whole['code_length']) for half in halves)
+
 def test_the_end_of_the_batches_raises_no_error(runtime, mini, monkeypatch):
     "An op of another thread that copies between devices could end with the error of this one."
     monkeypatch.setattr(type(iter(tf.data.Dataset.range(1))), '__next__', None)
     assert len(list(sound_batches(BatchPlan(runtime, mini.data), 0, 2))) == 2
-
-@pytest.mark.cpu
-def test_every_variable_is_in_the_audit(runtime, mini):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, 'Trainer', Cheap)
-        trainer = dual_trainer(runtime, mini.replace(data={'buckets': 1}), ONE)
-    run_feed(trainer, 1)
-    rows = device_placement(trainer)
-    names = {r['name'] for r in rows}
-    assert {v.path for v in trainer.xtts.gpt.variables} | {*trainer.update.variables} <= names
-    assert {r['owner'] for r in rows} >= {'stage host', 'stage data', 'optimizer', 'DVAE of the data device'}
-    weights = sum(r['bytes'] for r in rows if r['owner'] == 'model')
-    assert weights == sum(v.value.numpy().nbytes for v in trainer.xtts.gpt.variables)
-    # TensorFlow keeps int32 on the host, which is shown and is no fault
-    trainer.feed.outputs['host'] = {('its int32', '/device:CPU:1'): 4, ('a batch', '/device:CPU:0'): 8}
-    (whole,) = (r for r in device_placement(trainer) if r['device'] == 'CPU:1')
-    assert whole['owner'] == 'stage host' and whole['name'] == 'its int32' and whole['wanted'] == 'CPU:1'
-    rows[0]['device'] = 'CPU:1'
-    with pytest.raises(AssertionError, match='on CPU:1 instead of CPU:0'): placement_summary(rows)
 
 def test_a_batch_is_copied_by_one_program(runtime, mini, batch):
     "Each copy for itself waits for all that the model's device was given before; nothing is read there."
@@ -228,39 +216,27 @@ def test_devices_without_memory_are_named(runtime, mini, batch, monkeypatch):
     monkeypatch.setattr(page.SoundReader, '__call__', read)
     with pytest.raises(UserError, match='out of memory while recordings were read'): next(sound_batches(plan))
 
-@pytest.mark.slow
-def test_the_gpu_of_a_worker_makes_the_codes_of_its_rows(runtime, prepared, mini):
-    "A batch at once; with prepared codes, on a CPU or with several cards it has nothing to make."
-    config = mini.replace(data={'buckets': 1}, training={'gpt': {'mode': 'eager'}})   # op by op
-    plan = BatchPlan(runtime, config.data)
-    with tf.device('CPU:0'): plan.dvae = load_dvae(runtime.folder / 'dvae.safetensors', config)
-    for devices, cache in ((['CPU:0'], runtime), (['GPU:0', 'GPU:1'], runtime), (['GPU:0'], prepared)):
-        assert _code_feed(config, devices, [BatchPlan(cache, config.data)]) is None
-    for worker in range(2):
-        share = Share(plan, worker, 2)
-        feed = _code_feed(config, ['GPU:0'], [share])   # its DVAE is placed softly where there is no GPU
-        assert (feed.devices.data, feed.devices.model, [*feed.stages]) == ('GPU:0', 'GPU:0', ['data'])
-        feed.devices = ONE
-        with feed(share, 0, 2) as made:
-            for ours, theirs in zip(made, share.stream(0, 2), strict=True):   # row by row, on the CPU
-                assert {'whole_weight', 'whole_code_length'} < {*ours}
-                same_batch(ours, theirs, 1e-2)
-
 # --- slow: trained, resumed, and two cards that are logical CPU devices ---------------------------
 
 CHILD = '''
 import json, sys
 from xtts_nb.data.cache import Cache
 from xtts_nb.devices import setup_devices
-from xtts_nb.train.dual import Feed
-from xtts_nb.train.profile import device_placement, placement_summary
+from xtts_nb.files import named_weights
+from xtts_nb.train.dual import Feed, sound_batches
 from xtts_nb.train.runs import new_run
 devices, cache, run = setup_devices(two=True), Cache(sys.argv[1]), sys.argv[2]
 config = cache.config.replace(training={'gpt': {'validate_every': 4}})
 held = [cache.clips[0]['id']]
 trainer = new_run(cache, config, run, held, feed=Feed(cache, config, devices), device=devices.model)
 trainer.fit(4)
-print(json.dumps({'losses': trainer.first_losses, 'placement': placement_summary(device_placement(trainer)),
+feed, place = trainer.feed, lambda x: x.device.rpartition('device:')[2]
+made = feed.make(next(sound_batches(trainer.plan)))
+held = {'DVAE': [place(v.value) for v in named_weights(feed.dvae).values()],
+        'model': [place(v.value) for v in trainer.xtts.gpt.trainable_variables],
+        'optimizer': [place(v.value) for v in trainer.optimizer.variables if 'int' not in v.dtype],
+        'made': [place(made['reference'])], 'copied': [place(feed.copy(made)['reference'])]}
+print(json.dumps({'losses': trainer.first_losses, 'where': {name: sorted({*at}) for name, at in held.items()},
                   'ring': trainer.feed.latest.most,
                   'stages': sorted({s.stage for s in trainer.feed.latest.spans})}))
 '''
@@ -278,10 +254,8 @@ def test_two_devices_train_as_one_does_and_the_other_continues(runtime, tmp_path
     one.fit(4)
     assert two['losses'] == one.first_losses and two['ring'] <= 3
     assert two['stages'] == ['copy', 'data', 'host', 'model']
-    where = {(r['name'], r['device']) for r in two['placement']}   # TensorFlow places int32 variables
-    wanted = {'CPU:0': ('DVAE of the data device', 'stage data'),
-              'CPU:1': ('model', 'optimizer', 'stage copy')}
-    assert where >= {(name, device) for device, names in wanted.items() for name in names}, where
+    assert two['where'] == {'DVAE': ['CPU:0'], 'made': ['CPU:0'],
+                            'model': ['CPU:1'], 'optimizer': ['CPU:1'], 'copied': ['CPU:1']}
     again = new_run(runtime, config, tmp_path / 'two', [runtime.clips[0]['id']], **feed())
     assert again.step == 4
     resumed, straight = again.fit(), one.fit()
@@ -316,13 +290,11 @@ def test_a_corpus_is_prepared_for_the_data_gpu(corpus, mini, two_cards, tmp_path
     assert refused.code == 2 and 'leaves nothing to do for a data GPU' in refused.said[0]
 
 @pytest.mark.slow
-@pytest.mark.parametrize('command', [['bench', 'dual', '--steps', '3', '--rounds', '1', '--record'],
-                                     ['profile', '--dual', '--out', 'out']], ids=' '.join)
-def test_real_stages_on_two_cards(runtime, two_cards, tmp_path, command):
+def test_real_stages_on_two_cards(runtime, two_cards, tmp_path):
     (tmp_path / 'settings.ini').touch()
-    done = xtts_nb(*command, '--data', runtime.folder, '--json', cwd=tmp_path)
-    assert done.code == 0 and BOTH in done.out, done.err
-    assert bool([*tmp_path.glob('benchmarks/dual-*.json')]) == ('--record' in command)
+    done = xtts_nb('bench', 'dual', '--data', runtime.folder, '--steps', 3, '--rounds', 1, '--record',
+                   '--json', cwd=tmp_path)
+    assert done.code == 0 and BOTH in done.out and [*tmp_path.glob('benchmarks/dual-*.json')], done.err
 
 @pytest.mark.slow
 def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, prepared, tmp_path):

@@ -206,13 +206,12 @@ def _data_before_after(
     stats: np.ndarray,        # (C,) mel constants of the DVAE
     rounds: int = 5,
     progress=None,            # called with (done, total)
-    seconds: float = 0.5,     # per round and pipeline, approximately
 ) -> list[dict]:              # {name, clips_per_s, ratio, spread, au, cv} of each pipeline
     "Compare the Python loader, the native one and the cache."
     three = readers(plan, stats)
     del three['native_wav']
     sources, ahead = _sources(plan, three)
-    return _measure_loaders(sources, plan.data.batch_size, ahead, rounds, seconds, progress=progress)
+    return _measure_loaders(sources, plan.data.batch_size, ahead, rounds, 0.5, progress=progress)
 
 # %% ../../nbs/app/bench_data.ipynb #984d1a42
 def _fed(dataset: tf.data.Dataset, data: DataConfig, clips_per_s: float, seconds: float) -> float | None:
@@ -225,14 +224,13 @@ def _watch_loaders(
     sources: dict[str, Iterable],   # name -> endless batches
     batch_size: int,
     seconds: float = 5.,            # of each
-    interval: float = 0.1,          # s between two samples
 ) -> dict:                          # device, arms [(s, name)], samples [(s, % busy)]
     "Utilisation of the emulated accelerator while each pipeline feeds it in turn."
     step = batch_size / _EMULATED_CLIPS_PER_SECOND
     device, arms = EmulatedDevice(f'emulated accelerator, {1e3 * step:.0f} ms a step'), []
     running = {name: iter(source) for name, source in sources.items()}
     for batches in running.values(): next(batches)   # the first batch builds the pipeline
-    with Sampler(emulated_probe(device), interval) as sampler:
+    with Sampler(emulated_probe(device), 0.1) as sampler:
         begun = sampler.clock()
         for name, batches in running.items():
             arms.append((round(sampler.clock() - begun, 3), name))

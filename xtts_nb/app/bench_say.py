@@ -27,18 +27,18 @@ from ..speech.stream import SpeechRows
 from ..speech.voices import Voice
 
 # %% ../../nbs/app/bench_say.ipynb #5bed0006
-def _say_inputs(gpt: GPT, rows: int, tokens: int = 32) -> dict:
+def _say_inputs(gpt: GPT, rows: int) -> dict:
     "Random texts and voices."
     draw = np.random.default_rng(0)
-    ids = draw.integers(gpt.text_start + 1, gpt.cfg.text_tokens, (rows, tokens))
+    ids = draw.integers(gpt.text_start + 1, gpt.cfg.text_tokens, (rows, 32))
     prompt = draw.normal(size=(rows, gpt.cfg.prompt_latents, gpt.cfg.hidden_dim))
-    return {'text': tf.constant(ids, tf.int32), 'text_length': tf.fill([rows], tokens),
+    return {'text': tf.constant(ids, tf.int32), 'text_length': tf.fill([rows], 32),
             'prompt': tf.constant(prompt, tf.float32)}
 
-def _say_gpts(config: XTTSConfig, text_start: int = 2) -> dict[str, GPT]:
+def _say_gpts(config: XTTSConfig) -> dict[str, GPT]:
     "A GPT with random weights that never emits STOP, in each precision."
     keras.utils.set_random_seed(0)
-    gpts = {name: GPT(config, text_start, dtype=POLICIES[name]) for name in ('float32', 'bfloat16')}
+    gpts = {name: GPT(config, text_start=2, dtype=POLICIES[name]) for name in ('float32', 'bfloat16')}
     for a, b in zip(gpts['bfloat16'].variables, gpts['float32'].variables): a.assign(b)
     for gpt in gpts.values(): never_stop(gpt)
     return gpts | {'int8': Int8GPT(gpts['float32'])}

@@ -22,33 +22,20 @@ from .terminal import (
 def _demo(
     out: option(Path, 'Folder for all results.') = Path('runs/demo'),
     steps: option(int | None, 'Updates of the GPT; default: from the preset.', min=1) = None,
-    seed: option(int | None, 'Seed of all random draws; default: 0.', min=0) = None,
-    seeds: option(int | None, 'Number of seeds, for scores only; resumes after a stop.', min=1) = None,
+    seed: option(int, 'Seed of all random draws.', min=0) = 0,
     record: Record = False,
 ):
     "Run everything from scratch: corpus, DVAE, cache, both comparisons, training, speech, report."
-    from xtts_nb.config import UserError, XTTSConfig
-    if seeds and seed is not None:
-        raise UserError(f'demo: --seeds {seeds} runs the seeds 0 to {seeds - 1}; leave out --seed.')
+    from xtts_nb.config import XTTSConfig
     start()
-    from xtts_nb.app.demo import demo_seeds, run_demo, seed_spread
+    from xtts_nb.app.demo import run_demo
     config = XTTSConfig.tiny().replace(training={'gpt': given(steps=steps)})
-    if seeds:
-        with progress() as tell: rows = demo_seeds(out, seeds, config, tell=tell)
-        spread = seed_spread(rows)
-        if record: write_record('demo_seeds', rows, steps=config.training.gpt.steps, spread=spread)
-        return {'rows': rows, 'spread': spread}, _seeds_text(len(rows), spread)
-    with progress() as tell: result = run_demo(out, config, seed=seed or 0, tell=tell, say=to_stderr)
+    with progress() as tell: result = run_demo(out, config, seed=seed, tell=tell, say=to_stderr)
     recorded = ('data_before_after', 'step_before_after', 'train', 'scores', 'seconds')
     if record: write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
     return result, _demo_text(result)
 
 # %% ../../nbs/app/cli.ipynb #b163f5d4
-def _seeds_text(seeds: int, spread: dict) -> str:
-    "The scores of several seeds: median, minimum and maximum."
-    line = lambda name, v: f'{name}: {v["median"]:g} ({v["min"]:g} to {v["max"]:g})'
-    return '\n'.join([f'{seeds} seeds', *(line(name, v) for name, v in spread.items())])
-
 def _demo_text(result: dict) -> str:
     "The summary that `make demo` prints at the end."
     from xtts_nb.speech.scores import scores_text
@@ -155,7 +142,7 @@ _speed = partial(command, panel='Speed')
 def _monitor(
     duration: option(float | None, 'Seconds to run; default: until Ctrl-C.', min=0) = None,
     interval: option(float, 'Seconds between samples.', min=0.01) = 1.0,
-    log_file: option(Path | None, 'Write samples to a new .jsonl or .csv file.') = None,
+    log_file: option(Path | None, 'Write samples to a new .jsonl file.') = None,
     log: option(bool, 'Write samples to a .jsonl file named after the time.', '--log') = False,
 ):
     "Show live utilisation of the GPUs (or of the CPU, if there is none), and a summary at the end."
@@ -166,28 +153,19 @@ def _monitor(
     return summary, '\n'.join(_summary_lines(summary)), 130 if summary['interrupted'] else 0
 
 # %% ../../nbs/app/cli.ipynb #a89da087
-@app.command('profile', rich_help_panel='Speed', epilog=shown('profile', app, '--data cache/mine'))
-def _profile_step(
+@_speed('profile', example='--data cache/mine')
+def _profile(
     data: option(Path | None, 'Cache to take batches from; default: random batches.', **FOLDER) = None,
     preset: option(str | None, 'Model size: tiny or xtts_v2; default: that of the cache, else '
                                'tiny.') = None,
     config: Settings = None,
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
-    rounds: option(int | None, 'Rounds to measure; each times every part once. Default: 7.', min=1) = None,
-    dual: option(bool, 'Profile the stages of training on two devices instead.', '--dual') = False,
-    json_: Json = False,
+    rounds: option(int, 'Rounds to measure; each times every part once.', min=1) = 7,
 ):
     "Profile a training step: placement, forward and backward, memory, and a trace for TensorBoard."
-    with answer(json_) as show:
-        from xtts_nb.config import workspace
-        folder = out or workspace().runs / 'profile'
-        if dual: _refuse_with_dual(preset=preset, config=config, rounds=rounds)
-        show(*(_profile_dual(data, folder) if dual else _profile(data, preset, config, folder, rounds or 7)))
-
-# %% ../../nbs/app/cli.ipynb #0a2b4e42
-def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str]:
-    "Profile one step; returns the result, also written to `folder`, and its text."
+    from xtts_nb.config import workspace
     from xtts_nb.data.cache import Cache
+    folder = out or workspace().runs / 'profile'
     cache = Cache(data, in_memory=False) if data else None
     settings = load_settings(preset or 'tiny', config) if preset or config or not cache else cache.config
     if cache: cache.read(settings.data.ram_budget)
@@ -215,28 +193,6 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     write_json(folder / 'profile.json', result)   # first: it marks the page as ours
     page = write_page(result, folder / 'profile.html')
     return result | {'page': str(page)}, f'{profile_text(result)}\nThe page: {page}'
-
-# %% ../../nbs/app/cli.ipynb #0a2c4e43
-def _refuse_with_dual(**options):
-    "Refuse the options that `--dual` would ignore."
-    from xtts_nb.config import UserError
-    given_too = ', '.join(f'--{name}' for name, value in options.items() if value)
-    if given_too: raise UserError(f'profile --dual: does not use {given_too}; leave it out.')
-
-def _profile_dual(data, folder: Path) -> tuple[dict, str]:
-    "Profile the stages on two devices; returns the result and its text."
-    from xtts_nb.config import UserError
-    if not data: raise UserError('profile --dual: needs a runtime cache; name it with --data CACHE.')
-    devices = start(two=True)
-    from xtts_nb.files import check_results, has_keys, write_json
-    from xtts_nb.train.profile import _profile_dual
-    check_results(folder, ('dual.json', 'dual.png'),
-                  lambda: has_keys(folder / 'dual.json', 'rows', 'picture'))
-    folder.mkdir(parents=True, exist_ok=True)
-    result = _profile_dual(data, folder / 'dual.png', devices=devices)
-    write_json(folder / 'dual.json', result)
-    lines = [table('Who worked when', result['rows']), result['verdict'], f'The picture: {result["picture"]}']
-    return result, '\n'.join(lines)
 
 # %% ../../nbs/app/cli.ipynb #975587b4
 @_speed('diagnose', example='train.py')
@@ -337,15 +293,14 @@ def _report(
     seconds: option(float, 'Seconds per measurement, before and after.', min=0.1) = 5.,
     preset: Preset = 'tiny',
 ):
-    "Collect the information for a bug report: machine, utilisation, checks, records."
+    "Write the information for a bug report: machine, utilisation before and after, checks."
     from xtts_nb.config import UserError, XTTSConfig
     if out and out.exists(): raise UserError(f'{out}: exists already; name a new file.')
     config = XTTSConfig.preset(preset)
     start()
     from xtts_nb.app.check import preflight_rows, run_checks, StepTrial
-    from xtts_nb.app.machine import before_after, machine, machine_report, _own_records
+    from xtts_nb.app.machine import before_after, machine, machine_report
     from xtts_nb.files import atomic_file
-    from xtts_nb.records import benchmarks
     trial = StepTrial(config)
     with progress() as tell:
         tell('measure', 0, 2)
@@ -353,8 +308,7 @@ def _report(
         tell('measure', 1, 2)
         checks = run_checks(StepTrial(config))
         tell('measure', 2, 2)
-    result = {'machine': machine(), 'step': rows, 'checks': checks,
-              'preflight': preflight_rows(trial), 'records': _own_records(benchmarks())}
+    result = {'machine': machine(), 'step': rows, 'checks': checks, 'preflight': preflight_rows(trial)}
     text = machine_report(*result.values())
     if not out: return result, text
     with atomic_file(out) as part: part.write_text(text + '\n', encoding='utf-8')

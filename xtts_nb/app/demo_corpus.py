@@ -66,14 +66,14 @@ def _plan_corpus(sentences: dict = _DEMO_SENTENCES, voices: dict = VOICES) -> li
             for language, texts in sentences.items() for i, text in enumerate(texts) for speaker in voices]
 
 # %% ../../nbs/app/demo_corpus.ipynb #37898963
-def _write_corpus(folder: Path, clips: list[_Utterance], voices: dict, progress):
+def _write_corpus(folder: Path, clips: list[_Utterance], progress):
     "Synthesise all clips into `folder`."
     (folder / 'wavs').mkdir()
     for done, c in enumerate(clips, 1):
-        samples, rate = speak(c.text, c.language, voices[c.speaker])
+        samples, rate = speak(c.text, c.language, VOICES[c.speaker])
         (folder / 'wavs' / f'{c.id}.wav').write_bytes(wav_bytes(samples, rate))
         progress(done, len(clips))
-    if not np.array_equal(samples, speak(c.text, c.language, voices[c.speaker])[0]):
+    if not np.array_equal(samples, speak(c.text, c.language, VOICES[c.speaker])[0]):
         raise UserError('espeak-ng is held in memory by other code; make the corpus in a process of its own.')
     rows = ''.join('|'.join(c) + '\n' for c in clips)
     (folder / 'metadata.csv').write_text(rows, encoding='utf-8', newline='\n')
@@ -101,18 +101,17 @@ def _already_made(out: Path, settings: dict) -> bool:
 def make_corpus(
     out: str | Path,                        # a new or empty folder, or one that holds this corpus
     sentences: dict = _DEMO_SENTENCES,       # {language: texts}
-    voices: dict = VOICES,                  # {speaker: SynthVoice}
     limit: int | None = None,               # sentences per language; default: all
     progress=lambda done, total: None,      # called after each clip
 ) -> list[_Utterance]:
     "Write a corpus to `out`, complete or not at all; `UserError` if `out` holds anything else."
     out, sentences = Path(out), {language: list(texts)[:limit] for language, texts in sentences.items()}
-    settings = {'sentences': sentences, 'voices': {speaker: list(v) for speaker, v in voices.items()}}
-    clips = _plan_corpus(sentences, voices)
-    if not clips: raise UserError('A corpus needs at least one sentence and one voice; add them.')
+    settings = {'sentences': sentences, 'voices': {speaker: list(v) for speaker, v in VOICES.items()}}
+    clips = _plan_corpus(sentences)
+    if not clips: raise UserError('A corpus needs at least one sentence; add one.')
     if _already_made(out, settings): return clips
     with atomic_folder(out) as folder:
-        _write_corpus(folder, clips, voices, progress)
+        _write_corpus(folder, clips, progress)
         write_json(folder / 'corpus.json', {'digest': _corpus_digest(folder), 'settings': settings})
     return clips
 

@@ -8,9 +8,7 @@ __all__ = ['machine', 'before_after', 'machine_report']
 # %% ../../nbs/app/machine.ipynb #42221c94
 import platform
 import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import psutil
 import tensorflow as tf
@@ -19,9 +17,8 @@ from .check import checks_text, _no_gpu_reason, preflight_text, StepTrial
 from ..bench import wait_for
 from ..config import cores
 from ..devices import to_device
-from ..files import read_json
 from ..sampler import best_probe, Sampler, summarise, visible_cards
-from ..records import cpu_name, device_name
+from ..records import cpu_name
 
 # %% ../../nbs/app/machine.ipynb #4e904002
 _PACKAGES = 'tensorflow', 'keras', 'numpy', 'nvidia-ml-py', 'soundfile', 'jupyterlab', 'ipywidgets'
@@ -49,13 +46,12 @@ def machine() -> dict:   # {what: value}, as text
 def before_after(
     trial: StepTrial,
     seconds: float = 5.,                # per mode
-    probe: Callable | None = None,      # default: the GPUs, else the CPU
 ) -> list[dict]:   # {name, clips_per_s, ratio, <device>: % busy}
     "Run the step eagerly and compiled, some seconds each; returns speeds and device utilisation."
     batch, rows = to_device(trial.batch), []
     for name, step in (('eager', trial.steps['eager']), ('compiled', trial.best)):
         wait_for(step(batch, tf.constant(0)))   # trace and compile before timing
-        with Sampler(probe or best_probe(lambda line: None), say=lambda line: None) as sampler:
+        with Sampler(best_probe(lambda line: None), say=lambda line: None) as sampler:
             start, updates = time.perf_counter(), 0
             while (spent := time.perf_counter() - start) < seconds:
                 wait_for(step(batch, tf.constant(updates)))
@@ -68,19 +64,11 @@ def before_after(
     return rows
 
 # %% ../../nbs/app/machine.ipynb #4e904004
-def _own_records(folder: Path) -> list[str]:
-    "A line for each record in a folder that was measured on this kind of device and CPU."
-    ours = device_name(), cpu_name()
-    records = ((path, read_json(path)) for path in sorted(Path(folder).glob('*.json')))
-    return [f'{path.name}: {one["date"]}, {one.get("command", "")}' for path, one in records
-            if (one.get('device'), one.get('cpu')) == ours]
-
 def machine_report(
     facts: dict,             # of `machine`
     rows: list[dict],        # of `before_after`
     checks: list[dict],      # of `run_checks`
     ahead: list[dict],       # of `preflight_rows`
-    records: list[str],      # of `_own_records`
 ) -> str:
     "The report as Markdown."
     busy = lambda row: ', '.join(f'{label} {row[label]} % busy' for label in row
@@ -90,5 +78,4 @@ def machine_report(
     return '\n'.join([
         '## Machine', '', '| | |', '|---|---|', *(f'| {what} | {value} |' for what, value in facts.items()),
         '', '## The training step', '', *steps, '', '## Checks', '', '```', checks_text(checks), '',
-        preflight_text(ahead), '```', '', '## Records of this machine', '',
-        *([f'- {line}' for line in records] or ['none'])])
+        preflight_text(ahead), '```'])

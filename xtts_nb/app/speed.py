@@ -28,7 +28,6 @@ def _matmul_ceiling(
     precision: str,
     rows: int,          # B * L, positions of a batch
     width: int,         # D
-    rounds: int = 5,
 ) -> float:
     "FLOP/s of the step's largest matrix products on this device, without XLA."
     x, up, down = (tf.cast(tf.random.normal(shape), precision)
@@ -41,7 +40,7 @@ def _matmul_ceiling(
         return tf.reduce_max(y)
 
     times = []
-    for _ in range(rounds + 1):
+    for _ in range(6):   # the first one compiles
         start = time.perf_counter()
         products().numpy()
         times.append(time.perf_counter() - start)

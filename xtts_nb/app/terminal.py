@@ -353,7 +353,7 @@ _WRITERS = {   # {record: its command}; for scripts see `records._TOOLS`
     'config': 'bench config', 'data': 'bench data', 'model': 'bench model', 'step_speed': 'bench train',
     'dual': 'bench dual', 'diagnosis': 'bench diagnose', 'say': 'bench say',
     'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'demo': 'demo',
-    'demo_seeds': 'demo --seeds 5', 'evaluate': 'evaluate'}
+    'evaluate': 'evaluate'}
 
 def write_record(
     page: str,         # a key of `_WRITERS` or `records._TOOLS`

@@ -748,9 +748,9 @@ def reason_kind(reason: str) -> str:
     general = re.split(r':| \(', re.sub(r'(?<=the file ).*(?= is )', '…', reason))[0]
     return re.sub(r'(?<![\w-])\d[\d.,]*', 'N', general)
 
-def _distribution(values: np.ndarray, bins: int = 20) -> dict:
+def _distribution(values: np.ndarray) -> dict:
     "Quantiles and a histogram."
-    counts, edges = np.histogram(values, bins)
+    counts, edges = np.histogram(values, 20)
     at = (0, 5, 25, 50, 75, 95, 100)
     quantiles = dict(zip(map(str, at), np.percentile(values if len(values) else [0.], at).round(3).tolist()))
     return {'quantiles': quantiles, 'counts': counts.tolist(), 'edges': edges.round(3).tolist()}

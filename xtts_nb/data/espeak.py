@@ -42,9 +42,9 @@ def espeak_files() -> tuple[str, str]:
                         'pip install "xtts_nb[demo]".') from None
     return espeakng_loader.get_library_path(), _short_path(espeakng_loader.get_data_path())
 
-def _short_path(path: str, longest: int = 140) -> str:
-    "`path`, or a temporary link to it if it is longer than `longest` bytes."
-    if len(os.fsencode(path)) <= longest: return path
+def _short_path(path: str) -> str:
+    "`path`, or a link to it in a temporary folder if it is longer than 140 bytes."
+    if len(os.fsencode(path)) <= 140: return path
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     link = Path(folder) / 'espeak-ng-data'

@@ -46,12 +46,11 @@ def merge_caches(
 def _differing_parts(
     parts: list[Cache],
     load: Callable,     # (path, config) -> DVAE
-    clips: int = 3,     # per part
 ) -> list[str]:
     "A line for each part whose sample gets different codes on this machine, or cannot be compared."
     lines, encoder = [], None
     for part in parts if 'codes' in parts[0].manifest['stored'] else ():
-        some = np.unique(np.linspace(0, len(part) - 1, clips).astype(int)) if len(part) else ()
+        some = np.unique(np.linspace(0, len(part) - 1, 3).astype(int)) if len(part) else ()
         known = [i for i in some if _source_digest(part.wav_path(i)) == part.index['source'][i]]
         encoder = encoder or ClipEncoder(part.config, load(part.folder / 'dvae.safetensors', part.config),
                                          part.tokenizer)

@@ -33,7 +33,6 @@ def bucket_shapes(
     codes: np.ndarray,    # (clips,) lengths
     text: np.ndarray,     # (clips,) lengths
     buckets: int,         # maximum
-    most: int = 40,       # candidate lengths per kind
     weights: np.ndarray | None = None,   # (clips,) integers, relative frequency; default: equal
     least: int = 16,      # least clips per bucket, so that batches are mostly full
 ) -> list[tuple[int, int]]:   # (S, T), ascending in both; the last fits every clip
@@ -42,7 +41,7 @@ def bucket_shapes(
     place, room = codes.astype(np.int64) * columns + text, (int(codes.max()) + 1) * columns
     inside = lambda weights: np.bincount(place, weights, room).reshape(-1, columns).cumsum(0).cumsum(1)
     n, clips = inside(weights), inside(None)
-    grid = np.meshgrid(_candidates(n[:, -1], most), _candidates(n[-1], most), indexing='ij')
+    grid = np.meshgrid(*(_candidates(below, 40) for below in (n[:, -1], n[-1])), indexing='ij')
     S, T = (g.ravel() for g in grid)
     n, clips, size = n[S, T], clips[S, T], (S + T).astype(float)
     more = clips - clips[:, None]

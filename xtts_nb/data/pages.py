@@ -84,11 +84,10 @@ def cuts_page(
     result: dict,             # of `cut_corpus` or `check_corpus`
     source: Path,             # a recording or a folder of them
     folder: Path,             # of the corpus
-    most: int = 30,           # clips
 ) -> Path:                    # listen.html
-    "Write a page with the clips that fit their texts worst, and the parts outside clips."
+    "The 30 clips that fit their texts worst, to listen to, and what is in no clip."
     sure = lambda clip: ('cut' not in clip, clip.get('score', 0.))
-    clips, seconds = sorted(result['clips'], key=sure)[:most], lambda c: c['end'] - c['start']
+    clips, seconds = sorted(result['clips'], key=sure)[:30], lambda c: c['end'] - c['start']
     used, lost = (sum(map(seconds, result[kind])) for kind in ('clips', 'dropped'))
     root = source if source.is_dir() else source.parent
     name = lambda clip: clip.get('source', source.name)

@@ -163,11 +163,11 @@ def _is_plain(
     except (UserError, tf.errors.OpError, UnicodeDecodeError):   # undecodable bytes in a message
         return False
 
-def _choose_mode(clips: Sequence[Clip], config: XTTSConfig, sample: int = 200) -> str:
-    "`precompute` or `runtime`; `auto` decides by the cache size estimated from a few clips."
+def _choose_mode(clips: Sequence[Clip], config: XTTSConfig) -> str:
+    "`precompute` or `runtime`; `auto` estimates the size of the cache from the lengths of 200 clips."
     data, audio, lengths = config.data, config.model.audio, []
     if data.preprocessing_mode != 'auto': return data.preprocessing_mode
-    for clip in clips[::-(-len(clips) // sample)]:
+    for clip in clips[::-(-len(clips) // 200)]:
         try: lengths.append(clip.end - clip.start if clip.end else audio_seconds(clip.path))
         except UserError: pass   # dropped later, with its reason
     bytes_per_second = audio.frames_per_second * (audio.n_mels * 2 + 2 / config.model.dvae.frames_per_code)

@@ -6,9 +6,7 @@
 __all__ = ['plot_samples', 'live_html', 'gpu_live', 'LiveCallback', 'monitor']
 
 # %% ../../nbs/50_monitoring.ipynb #ed827c75
-import csv
 import html
-import io
 import itertools
 import json
 import os
@@ -16,7 +14,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime, UTC
 from pathlib import Path
 
@@ -26,8 +24,7 @@ from fastcore.basics import patch
 from ..bench import COLOURS, PHASE_COLOURS, png_bytes
 from ..config import UserError
 from ..files import append_line
-from ..sampler import (
-    arm_spans, best_probe, CPU, GPU, _IDLE, Sample, Sampler, series, summarise_arms)
+from ..sampler import arm_spans, best_probe, _IDLE, Sampler, series, summarise_arms
 
 # %% ../../nbs/50_monitoring.ipynb #2744cd7e
 def _curves(samples) -> tuple[dict, tuple]:
@@ -395,38 +392,11 @@ def _draw(self: _Live):
         self._drawing = time.thread_time() / (time.perf_counter() - begun)   # share of a core
 
 # %% ../../nbs/50_monitoring.ipynb #7ce0a972
-_CURTAIN = """<style>
-@keyframes xtts-replay { from { transform: scaleX(1) } 70%, to { transform: scaleX(0) } }
-.xtts-curtain { transform: scaleX(0); transform-box: fill-box; transform-origin: right }
-@media (prefers-reduced-motion: no-preference) { .xtts-curtain { animation: xtts-replay linear infinite } }
-</style>"""
-
-def _replay_svg(
-    fig,              # from `plot_samples`
-    seconds: float,   # its duration
-) -> str:
-    "An SVG animation that replays the run in at most 12 s, in a loop, without scripts."
-    import matplotlib
-    from matplotlib.patches import Rectangle
-    ax, out = fig.axes[-1], io.StringIO()
-    cover = Rectangle((0, 0), 1, 1, transform=ax.transAxes, fc='white', zorder=9, gid='curtain')
-    ax.add_patch(cover)
-    with matplotlib.rc_context({'svg.fonttype': 'none', 'svg.hashsalt': 'xtts'}):
-        fig.savefig(out, format='svg', metadata={'Date': None})
-    cover.remove()
-    drawn = out.getvalue()
-    drawn = drawn[drawn.index('<svg'):]
-    moving = f'<g class="xtts-curtain" style="animation-duration: {min(seconds, 12) / .7:.1f}s">'
-    return drawn.replace('<g id="curtain">', moving).replace('<defs>', f'{_CURTAIN}<defs>', 1)
-
 @patch
 def _leave_picture(self: _Live, text: str):
     if _shell() is None: return
     from IPython.display import display
     picture = {'image/png': png_bytes(self.figure), 'text/plain': f'Utilisation of {text}'}
-    samples = self.sampler.samples
-    if self.arms and len(samples) > 1:   # comparisons are animated
-        picture['image/svg+xml'] = _replay_svg(self.figure, samples[-1].time - samples[0].time)
     if not self._thread: return display(picture, raw=True)
     self._handle.update(picture, raw=True)
     self._frame.close()
@@ -442,7 +412,7 @@ def gpu_live(
     return _Live(Sampler(probe or best_probe(say), interval, say=say), title, refresh, say)
 
 # %% ../../nbs/50_monitoring.ipynb #33cccdfb
-def LiveCallback(phases: bool = True, **kwargs):   # kwargs as for `gpu_live`
+def LiveCallback(**kwargs):   # as of `gpu_live`
     "A Keras callback that runs `gpu_live` in `fit`, with losses, phases and AU; result in `live`."
     import keras
     from xtts_nb.monitor.loop import FitPhases
@@ -454,7 +424,7 @@ def LiveCallback(phases: bool = True, **kwargs):   # kwargs as for `gpu_live`
             self.live = gpu_live(**kwargs)
             self.live.__enter__()
             self._open, self._phases = True, FitPhases(report=self._report)
-            if phases and getattr(self.model, 'compiled', False) and (why := self._phases.begin(self.model)):
+            if getattr(self.model, 'compiled', False) and (why := self._phases.begin(self.model)):
                 self.live.say(f'The phases of this fit cannot be told apart: {why}.')
             if _shell(): _shell().events.register('post_run_cell', self._close)
         def _report(self, line):
@@ -478,28 +448,14 @@ def LiveCallback(phases: bool = True, **kwargs):   # kwargs as for `gpu_live`
     return LiveCallback()
 
 # %% ../../nbs/50_monitoring.ipynb #bfe977b4
-_LOG_COLUMNS = ('date', 'time', 'device', *dict.fromkeys(
-    f.name for kind in (CPU, GPU) for f in fields(kind) if f.name not in ('index', 'processes')), 'error')
-
-def _jsonl(sample: Sample, date: str) -> str:
-    return json.dumps({'date': date} | asdict(sample), ensure_ascii=False)
-
-def _csv(sample: Sample, date: str) -> str:
-    out = io.StringIO()
-    rows = [dict(device=label) | asdict(d) for label, d in sample.devices.items()] or [{}]
-    table = csv.DictWriter(out, _LOG_COLUMNS, extrasaction='ignore', lineterminator='\n')
-    for row in rows: table.writerow(row | dict(date=date, time=sample.time, error=sample.error))
-    return out.getvalue().removesuffix('\n')
-
 def _log(path: str | Path | None):
     "A function that appends samples to `path`; `UserError` for a wrong suffix or existing file."
     if path is None: return lambda sample: None
-    line = {'.jsonl': _jsonl, '.csv': _csv}.get(Path(path).suffix.lower())
-    if not line: raise UserError(f'{path}: a log ends in .jsonl or .csv; give it one of these names.')
+    if Path(path).suffix.lower() != '.jsonl':
+        raise UserError(f'{path}: a log ends in .jsonl; give it such a name.')
     if Path(path).exists(): raise UserError(f'{path}: already exists; choose another name or remove it.')
-    if line is _csv: append_line(path, ','.join(_LOG_COLUMNS))
     date = lambda: datetime.now(UTC).isoformat(timespec='milliseconds')
-    return lambda sample: append_line(path, line(sample, date()))
+    return lambda sample: append_line(path, json.dumps({'date': date()} | asdict(sample), ensure_ascii=False))
 
 # %% ../../nbs/50_monitoring.ipynb #eff324be
 def _bar(share: float, width: int = 24) -> str:
@@ -507,9 +463,9 @@ def _bar(share: float, width: int = 24) -> str:
     full = round(min(1., max(0., share)) * width)
     return '█' * full + '░' * (width - full)
 
-def _spark(values, width: int = 30) -> str:
-    "The last readings as a sparkline."
-    return ''.join(' ' if v != v else '▁▂▃▄▅▆▇█'[min(7, int(v // 12.5))] for v in values[-width:])
+def _spark(values) -> str:
+    "The last 30 readings as small blocks."
+    return ''.join(' ' if v != v else '▁▂▃▄▅▆▇█'[min(7, int(v // 12.5))] for v in values[-30:])
 
 def _table(samples: list, head: str):
     "The current readings of all devices as a rich table."
@@ -536,7 +492,7 @@ def _table(samples: list, head: str):
 def monitor(
     duration: float | None = None,        # s; `None` or 0: until Ctrl-C
     interval: float = 1.0,                # s between two samples
-    log_file: str | Path | None = None,   # new .jsonl or .csv
+    log_file: str | Path | None = None,   # .jsonl, must not exist yet
     probe=None,                           # callable that returns a `Sample`; default: the GPUs, else the CPU
     console=None,                         # a rich Console; default: the terminal
     clock=time.perf_counter, sleep=time.sleep,   # for tests

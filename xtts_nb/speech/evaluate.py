@@ -94,11 +94,11 @@ def _copy_synthesis(
     return made
 
 # %% ../../nbs/speech/evaluate.ipynb #613e81f9
-def _speak_trials(speaker: Speaker, trials: list[Trial], seed: int, rows: int = 8) -> list[np.ndarray]:
-    "The model's speech for the trials, in batches of `rows`."
+def _speak_trials(speaker: Speaker, trials: list[Trial], seed: int) -> list[np.ndarray]:
+    "What a model makes of the trials, in batches of 8 rows."
     made = []
-    for i in range(0, len(trials), rows):
-        some = trials[i:i + rows]
+    for i in range(0, len(trials), 8):
+        some = trials[i:i + 8]
         made += speaker.batch([t.clip.text for t in some], [t.clip.language for t in some],
                               [t.reference.path for t in some], seed)
     return made

@@ -36,10 +36,7 @@ def never_stop(gpt: GPT):
     bias.assign(tf.tensor_scatter_nd_update(bias, [[gpt.code_stop]], [-1e4]))
 
 # %% ../../nbs/60_speech.ipynb #62cbfdb7
-def whole_prefix(
-    gpt: GPT,
-    every: int = 32,   # codes are padded to a multiple of this, compiled once each
-):                     # a function (text, text_length, prompt, max_codes, progress) -> as `generate`
+def whole_prefix(gpt: GPT):   # a function (text, text_length, prompt, max_codes, progress) -> as `generate`
     "Baseline: greedy generation without a cache, with a forward pass of the whole prefix per code."
     @tf.function(jit_compile=True, autograph=False)
     def passed(last, prompt, **inputs):
@@ -52,7 +49,7 @@ def whole_prefix(
         codes = np.full((text.shape[0], max_codes), gpt.code_stop, np.int32)
         inputs = {'text': text, 'text_length': text_length, 'prompt': prompt}
         for i in range(max_codes):
-            known = codes[:, :min(max_codes, (i // every + 1) * every)]
+            known = codes[:, :min(max_codes, (i // 32 + 1) * 32)]   # each multiple of 32 is compiled once
             code, _ = passed(tf.constant(i), codes=known, code_length=tf.fill([len(codes)], i), **inputs)
             stopped = (codes[:, :i] == gpt.code_stop).any(1)
             codes[:, i] = np.where(stopped, gpt.code_stop, code.numpy())

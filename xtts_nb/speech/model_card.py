@@ -23,11 +23,11 @@ def _cells(rows: dict) -> str:
     return rows_markdown([{'name': name, 'value': plain(value)} for name, value in rows.items()])
 
 # %% ../../nbs/speech/model_card.ipynb #516ef32d
-def _samples(trials: list[Trial], most: int = 3) -> str:
+def _samples(trials: list[Trial]) -> str:
     "Links to the model's speech and the recordings, from `evaluation_report`."
     plain = lambda text: visible(text).replace('[', '\\[').replace(']', '\\]')
     return '\n'.join(f'- {plain(trial.clip.text)}: [model](wavs/{k:03d}-model.wav), '
-                     f'[recording](wavs/{k:03d}-recording.wav)' for k, trial in enumerate(trials[:most]))
+                     f'[recording](wavs/{k:03d}-recording.wav)' for k, trial in enumerate(trials[:3]))
 
 def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
     "The medians of the valid scores."

@@ -57,11 +57,10 @@ def _text_attention(
     ids: list[int],             # (T,), of the text
     voice: Voice,
     codes: np.ndarray,          # (S,), without STOP
-    layers=slice(None),         # layer indices, or a slice
 ) -> np.ndarray:                # (S, T) float32; each row sums to 1
     "Attention of each code over the text tokens."
     first = len(voice.prompt) + 1   # after START
-    seen = _attention_pass(xtts.gpt, ids, voice.prompt, codes)[1][layers].mean(0)[:, first:first + len(ids)]
+    seen = _attention_pass(xtts.gpt, ids, voice.prompt, codes)[1].mean(0)[:, first:first + len(ids)]
     return seen / seen.sum(1, keepdims=True)
 
 # %% ../../nbs/speech/panel.ipynb #9a4e100d

@@ -17,11 +17,10 @@ from fastcore.basics import patch
 from ..config import UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, _one_reader, _reader_of
 from ..data.cache import Cache, Column
-from ..devices import card_names, DevicePlan, in_cluster, to_device
+from ..devices import card_names, in_cluster, to_device
 from ..files import fingerprint
 from ..models.gpt import GPT
 from ..models.xtts import XTTS
-from .dual import Feed, SoundReader
 from .runs import new_run
 from .step import compile_step, token_counts, Update
 from .trainer import Trainer, _epochs_to_steps
@@ -78,11 +77,6 @@ class Share:
 
     def __getattr__(self, name): return getattr(self.plan, name)
 
-    @property
-    def sound_reader(self):
-        "A reader of this share's recordings, for a device that computes the codes."
-        return _share_sounds
-
     def pick(self, step):
         bucket, *rows = self.plan.pick(step)
         return bucket, *(x[self.own] for x in rows)
@@ -97,8 +91,8 @@ _WHOLE = 'whole_'   # name prefix of arrays that cover all rows
 
 class ShareReader:
     "Reads the rows of one worker; `whole_weight`, `whole_text_length`, `whole_code_length` (B,) cover all."
-    def __init__(self, share: Share, own=None):   # reads the worker's rows; default: `_reader_of`
-        self.plan, self.own, cache = share.plan, own or _reader_of(share), share.cache
+    def __init__(self, share: Share):
+        self.plan, self.own, cache = share.plan, _reader_of(share), share.cache
         self.lengths = {'text_length': Column(cache.text_length), 'code_length': Column(cache.codes_length)}
 
     def __call__(self, step) -> dict:
@@ -106,18 +100,6 @@ class ShareReader:
         whole = {name: tf.cast(column(clip), tf.int32) for name, column in self.lengths.items()}
         whole['weight'] = weight
         return self.own(step) | {_WHOLE + name: x for name, x in whole.items()}
-
-def _share_sounds(share: Share) -> ShareReader: return ShareReader(share, SoundReader(share))
-
-def _code_feed(
-    config: XTTSConfig,
-    devices: list[str],                # of this worker
-    plans: list[BatchPlan | Share],
-):                                     # a `Feed` or None
-    "A feed that computes a runtime cache's codes on this worker's GPU; None: on the CPU."
-    runtime = all('codes' not in plan.cache.manifest['stored'] for plan in plans)
-    if not runtime or len(devices) > 1 or 'GPU' not in devices[0]: return None
-    return Feed(plans[0].cache, config, DevicePlan({}, devices[0], devices[0]))
 
 # %% ../../nbs/train/distributed.ipynb #801ca4df
 class _Replicas:
@@ -254,9 +236,8 @@ class _DistributedTrainer(Trainer):
         _check_alike(copies, xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
         share = partial(Share, worker=copies.worker, workers=copies.workers, to_gpu=len(copies.devices) == 1)
         plans = [share(some) if some else None for some in (plan, validation)]
-        feed = _code_feed(xtts.config, copies.devices, [*filter(None, plans)])
         listener = None if copies.worker else listener
-        super().__init__(xtts, plans[0], run, plans[1], copies, feed, listener=listener)
+        super().__init__(xtts, plans[0], run, plans[1], copies, listener=listener)
         self.last_vote = tf.constant(0.)
         self.votes = tf.function(lambda vote: copies.all_reduce(lambda i: vote)[0])
         self.bit_sums = tf.function(lambda: _all_bit_sums(copies))

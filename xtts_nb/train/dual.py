@@ -10,7 +10,7 @@ __all__ = ['RING', 'Span', 'Batches', 'SerialBatches', 'by_stage', 'overlap', 'p
 import itertools
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
@@ -246,8 +246,6 @@ class Pipeline(Batches):
         for thread in self.threads: thread.join()
 
 # %% ../../nbs/40_dual_gpu.ipynb #3e429d3c
-_SOUNDS = 'wav', 'reference_wav', 'reference_length', 'coded', 'mel_length'   # removed by `finish_batch`
-
 class SoundReader(WavReader):
     "Samples of a runtime cache's clips and references, with a mask for their codes."
     def __init__(self, plan: BatchPlan):
@@ -262,10 +260,9 @@ class SoundReader(WavReader):
 
 def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
     "Read batches of samples (B, N) from step `first` on; `UserError` for an unreadable recording."
-    make = getattr(plan, 'sound_reader', SoundReader)   # a worker's share has its own
     data = plan.data.model_copy(update={'prefetch_to_gpu': False})
     try:
-        with tf.device('CPU:0'): source = iter(batches_of(_one_reader(plan, make), data, first, last))
+        with tf.device('CPU:0'): source = iter(batches_of(_one_reader(plan, SoundReader), data, first, last))
         while True:
             # an iterator's error may abort ops of other threads (TensorFlow 2.21)
             with tf.device('CPU:0'):
@@ -295,8 +292,7 @@ def finish_batch(
     around = tf.range(voice.shape[1], dtype=tf.int64)[None] % batch['reference_length'][:, None]
     reference = tf.cast(tf.gather(voice, around, batch_dims=1), tf.float16)
     made = batch | {'codes': tf.where(coded, codes, 0), 'reference': reference}
-    others = {name: x for name, x in batch.items() if name not in (*_BATCH, *_SOUNDS)}
-    return {name: made[name] for name in _BATCH} | others
+    return {name: made[name] for name in _BATCH}
 
 # %% ../../nbs/40_dual_gpu.ipynb #d1f7a9c3
 def _check_no_codes(cache: Cache):
@@ -324,7 +320,7 @@ class Feed:
         with tf.device(devices.data): self.dvae = load_dvae(cache.folder / 'dvae.safetensors', config)
         training = config.training.gpt.model_copy(update={'precision': 'float32'})   # of the DVAE
         self.finish = compile_step(lambda batch: finish_batch(batch, self.dvae, config), training)
-        self.transfer, self.latest, self.outputs = tf.function(self._all_to_model), None, {}
+        self.transfer, self.latest = tf.function(self._all_to_model), None
 
     @property
     def where(self) -> dict[str, str]:
@@ -339,7 +335,7 @@ class Feed:
         return stages if self.devices.data == self.devices.model else stages | {'copy': self.copy}
 
     def __call__(self, plan: BatchPlan, first: int = 0, last: int | None = None) -> Batches:
-        source = (self._note('host', batch) for batch in sound_batches(plan, first, last))
+        source = sound_batches(plan, first, last)
         if self.threads: self.latest = Pipeline(source, self.stages, self.ring)
         else: self.latest = SerialBatches(source, self.stages)
         return self.latest
@@ -356,17 +352,17 @@ def make(self: Feed, batch: dict) -> dict:
         with tf.device(self.devices.data):
             made = self.finish(to_device(batch, self.devices.data))
             _wait_computed(made['codes'])
+            return made
     except tf.errors.ResourceExhaustedError as e:
         clips = len(batch['wav'])
         raise UserError(f'{self.devices.data}: out of memory while it made a batch of {clips} clips; lower '
                         'data.batch_size or data.max_seconds, or raise `data_gpu_memory`.') from e
-    return self._note('data', made)
 
 @patch
 def copy(self: Feed, batch: dict) -> dict:
     "Copy a batch to the model's device."
     try:
-        with tf.device(self.devices.model): return self._note('copy', self.transfer(batch))
+        with tf.device(self.devices.model): return self.transfer(batch)
     except tf.errors.ResourceExhaustedError as e:
         raise UserError(f'{self.devices.model}: out of memory for the next batch, in addition to the '
                         f'{self.ring - 1} before it; lower `buffer_size` or data.batch_size, set '
@@ -376,16 +372,6 @@ def copy(self: Feed, batch: dict) -> dict:
 def _all_to_model(self: Feed, batch: dict) -> dict:
     "Copy a batch to the model's device as one program; single copies would each wait for the step."
     return to_device(batch, self.devices.model)
-
-@patch
-def _note(self: Feed, stage: str, batch: dict) -> dict:
-    "Record a stage's output."
-    sizes = Counter()   # bytes; int32 stays on the host, whatever its `device` says
-    for x in batch.values():
-        name = 'its int32' if x.dtype == tf.int32 else 'a batch'
-        sizes[name, x.backing_device] += x.dtype.size * int(np.prod(x.shape))
-    self.outputs[stage] = sizes
-    return batch
 
 # %% ../../nbs/40_dual_gpu.ipynb #5c62d528
 def dual_trainer(

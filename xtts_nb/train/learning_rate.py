@@ -26,9 +26,9 @@ class _ExponentialRate(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step):
         return self.low * (self.high / self.low)**(tf.cast(step, 'float32') / (self.steps - 1))
 
-def _smoothed(losses: list[float], share: float = 0.8) -> np.ndarray:
-    "Exponential moving average with decay `share`."
-    weights = share**np.arange(len(losses))
+def _smoothed(losses: list[float]) -> np.ndarray:
+    "An exponential running mean: each loss weighs 0.8 of the one after it."
+    weights = 0.8**np.arange(len(losses))
     sums = np.convolve(losses, weights)[:len(losses)]
     return sums / np.cumsum(weights)
 

@@ -73,11 +73,11 @@ class _PartUpdate:
 # %% ../../nbs/train/parts.ipynb #1eb26fe4
 class _Crops:
     "Batches of crops from concatenated mels (total F, C)."
-    def __init__(self, mels: np.ndarray, config: XTTSConfig, crop: int = 64):   # frames per crop
+    def __init__(self, mels: np.ndarray, config: XTTSConfig):
         self.data = config.data.model_copy(update={'batch_size': config.training.dvae.batch_size})
         with tf.device(_HOST): self.pool = tf.constant(mels, tf.float32)
-        self.crop, self.seed = crop, config.training.dvae.seed
-        self.steps_per_epoch = max(1, len(mels) // (crop * self.data.batch_size))
+        self.crop, self.seed = 64, config.training.dvae.seed   # frames of a crop
+        self.steps_per_epoch = max(1, len(mels) // (self.crop * self.data.batch_size))
 
     def starts(self, step):
         "Start frames (B,) of a step's crops."

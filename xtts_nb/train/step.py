@@ -114,19 +114,9 @@ def stop_shares(sums: dict) -> dict[str, float]:   # of `stop_counts`
 # %% ../../nbs/30_trainer_xla.ipynb #8affb090
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
 
-class _Noam(_Schedule):
-    "Linear warm-up to `peak` at update `warmup`, then inverse square root decay."
-    def __init__(self, peak: float, warmup: int): self.peak, self.warmup = peak, warmup
-
-    def __call__(self, step):
-        done, warmup = tf.cast(step, 'float32'), max(1., self.warmup)
-        rise = done / warmup if self.warmup else 1.
-        return self.peak * tf.minimum(rise, tf.sqrt(warmup / tf.maximum(done, 1.)))
-
 def learning_rate(training: PartTraining):
     "A run's schedule, updates -> rate; warm-up takes at most a quarter of the updates."
     t, warmup = training, min(training.warmup_steps, training.steps // 4)
-    if t.schedule == 'noam': return _Noam(t.learning_rate, warmup)
     if t.schedule == 'cosine':
         return keras.optimizers.schedules.CosineDecay(
             0., max(1, t.steps - warmup), alpha=0.02, warmup_target=t.learning_rate, warmup_steps=warmup)
