@@ -68,7 +68,7 @@ def commands_of(page: str) -> list[list[str]]:
 
 PAGES = {'quick_start': 11, 'user_guide': 17, 'testing_guide': 2, 'idle_gpu': 5}   # commands that are run
 MADE = """runs/mine runs/both runs/tuned models/tuned models/fa runs/fa runs/graph book.wav hello.wav speaks
-    report/report.html learning_rate.png voices/anna.safetensors load.csv cache/tuning""".split()
+    report/report.html learning_rate.png voices/anna.safetensors load.jsonl cache/tuning""".split()
 
 @pytest.mark.slow
 def test_the_commands_of_the_guides(corpus, mini, cheap, ran, tmp_path, monkeypatch):

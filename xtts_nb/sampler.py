@@ -127,7 +127,7 @@ def _disk_bytes() -> tuple[int, int] | None:
     if physical: return sum(d.read_bytes for d in physical), sum(d.write_bytes for d in physical)
 
 def _disk_rates():   # returns a callable -> bytes/s read, written, or (None, None)
-    "The read and write rates of the disks, whose counters are read once a second at most."
+    "Read and write rates of all disks, from counters that are read once a second."
     before, then, rates = _disk_bytes(), time.perf_counter(), (None, None)
     def read():
         nonlocal before, then, rates

@@ -293,7 +293,7 @@ def _report(
     seconds: option(float, 'Seconds per measurement, before and after.', min=0.1) = 5.,
     preset: Preset = 'tiny',
 ):
-    "Write the information for a bug report: machine, utilisation before and after, checks."
+    "Collect the information for a bug report: machine, utilisation, checks."
     from xtts_nb.config import UserError, XTTSConfig
     if out and out.exists(): raise UserError(f'{out}: exists already; name a new file.')
     config = XTTSConfig.preset(preset)

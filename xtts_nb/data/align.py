@@ -766,7 +766,7 @@ def _without_foreign(fit: Fit, speech: Speech, model: TextFrames) -> Fit:
 _LEAD, _SHARE = 0.45, 0.4   # least lead: gain per frame, and share of the median lead
 
 def _lead_of(fit: Fit, speech: Speech, model: TextFrames) -> float:
-    "By how much a sentence fits better than the best of four others of its length, which say something else."
+    "How much better a sentence fits than the best of four different sentences of similar length."
     frames = lambda i: model.y[slice(*model.starts[i:i + 2])]
     own = frames(fit.match.sentence)   # also of repetitions in the text
     other = islice((i for i in model.near(fit.match.sentence) if not np.array_equal(frames(i), own)), 4)

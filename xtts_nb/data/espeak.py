@@ -43,7 +43,7 @@ def espeak_files() -> tuple[str, str]:
     return espeakng_loader.get_library_path(), _short_path(espeakng_loader.get_data_path())
 
 def _short_path(path: str) -> str:
-    "`path`, or a link to it in a temporary folder if it is longer than 140 bytes."
+    "`path`, or a temporary link to it if it is longer than 140 bytes."
     if len(os.fsencode(path)) <= 140: return path
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

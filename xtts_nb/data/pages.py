@@ -85,7 +85,7 @@ def cuts_page(
     source: Path,             # a recording or a folder of them
     folder: Path,             # of the corpus
 ) -> Path:                    # listen.html
-    "The 30 clips that fit their texts worst, to listen to, and what is in no clip."
+    "Write a page with the 30 clips that fit their texts worst, and the parts outside clips."
     sure = lambda clip: ('cut' not in clip, clip.get('score', 0.))
     clips, seconds = sorted(result['clips'], key=sure)[:30], lambda c: c['end'] - c['start']
     used, lost = (sum(map(seconds, result[kind])) for kind in ('clips', 'dropped'))

@@ -164,7 +164,7 @@ def _is_plain(
         return False
 
 def _choose_mode(clips: Sequence[Clip], config: XTTSConfig) -> str:
-    "`precompute` or `runtime`; `auto` estimates the size of the cache from the lengths of 200 clips."
+    "`precompute` or `runtime`; `auto` decides by the cache size estimated from 200 clips."
     data, audio, lengths = config.data, config.model.audio, []
     if data.preprocessing_mode != 'auto': return data.preprocessing_mode
     for clip in clips[::-(-len(clips) // 200)]:

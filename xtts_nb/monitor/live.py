@@ -412,7 +412,7 @@ def gpu_live(
     return _Live(Sampler(probe or best_probe(say), interval, say=say), title, refresh, say)
 
 # %% ../../nbs/50_monitoring.ipynb #33cccdfb
-def LiveCallback(**kwargs):   # as of `gpu_live`
+def LiveCallback(**kwargs):   # as for `gpu_live`
     "A Keras callback that runs `gpu_live` in `fit`, with losses, phases and AU; result in `live`."
     import keras
     from xtts_nb.monitor.loop import FitPhases
@@ -464,7 +464,7 @@ def _bar(share: float, width: int = 24) -> str:
     return '█' * full + '░' * (width - full)
 
 def _spark(values) -> str:
-    "The last 30 readings as small blocks."
+    "The last 30 readings as a sparkline."
     return ''.join(' ' if v != v else '▁▂▃▄▅▆▇█'[min(7, int(v // 12.5))] for v in values[-30:])
 
 def _table(samples: list, head: str):
@@ -492,7 +492,7 @@ def _table(samples: list, head: str):
 def monitor(
     duration: float | None = None,        # s; `None` or 0: until Ctrl-C
     interval: float = 1.0,                # s between two samples
-    log_file: str | Path | None = None,   # .jsonl, must not exist yet
+    log_file: str | Path | None = None,   # new .jsonl
     probe=None,                           # callable that returns a `Sample`; default: the GPUs, else the CPU
     console=None,                         # a rich Console; default: the terminal
     clock=time.perf_counter, sleep=time.sleep,   # for tests

@@ -95,7 +95,7 @@ def _copy_synthesis(
 
 # %% ../../nbs/speech/evaluate.ipynb #613e81f9
 def _speak_trials(speaker: Speaker, trials: list[Trial], seed: int) -> list[np.ndarray]:
-    "What a model makes of the trials, in batches of 8 rows."
+    "The model's speech for the trials, in batches of 8."
     made = []
     for i in range(0, len(trials), 8):
         some = trials[i:i + 8]

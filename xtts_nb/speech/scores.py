@@ -54,7 +54,7 @@ def _decibels(wav: np.ndarray) -> np.ndarray:   # over the last axis; dBFS
     return 10 * np.log10((np.asarray(wav, np.float64)**2).mean(-1) + 1e-12)
 
 def _sounding(wav: np.ndarray) -> np.ndarray:   # (N,) at `_RATE` -> (N // _HOP,) bool
-    "The frames of 10 ms that are not silent: at most 40 dB below the loudest one."
+    "Mask of the 10 ms frames that are at most 40 dB below the loudest."
     frames = np.asarray(wav[:len(wav) // _HOP * _HOP], np.float64).reshape(-1, _HOP)
     level = _decibels(frames)
     return level > max(level.max(initial=_SILENCE_LEVEL) - 40, _SILENCE_LEVEL)

@@ -27,7 +27,7 @@ class _ExponentialRate(keras.optimizers.schedules.LearningRateSchedule):
         return self.low * (self.high / self.low)**(tf.cast(step, 'float32') / (self.steps - 1))
 
 def _smoothed(losses: list[float]) -> np.ndarray:
-    "An exponential running mean: each loss weighs 0.8 of the one after it."
+    "Exponential moving average with decay 0.8."
     weights = 0.8**np.arange(len(losses))
     sums = np.convolve(losses, weights)[:len(losses)]
     return sums / np.cumsum(weights)
