@@ -23,10 +23,10 @@ import tensorflow as tf
 
 from ..config import cores
 from .leave_out import _result_bytes, _seconds_of, _times_that_fit, _trial, tried
-from xtts_nb.monitor.loop import (
-    _batch_rows, _change_host_part, covered_seconds, drain, find_cycle, _host_part, max_parallel_calls,
-    _prefetch_on_device, python_operations, stage_seconds, stages, steady_mean, variation,
-    with_parallel_calls)
+from .loop import (
+    _batch_rows, _change_host_part, covered_seconds, drain, _filled_at_once, find_cycle, _host_part,
+    _LARGE_BUFFER, max_parallel_calls, _prefetch_on_device, python_operations, stage_seconds, stages,
+    steady_mean, variation, with_parallel_calls)
 from .preflight import _graph_operations
 from .seen import (
     _calls_with_rows, _compiled_call, _datasets_of, finding, Finding, _MIN_GAIN, ms, _Seen, waiting)
@@ -491,7 +491,8 @@ def _filled(seen: _Seen, some: list, passes: int, fill: float, times: list) -> F
     batch, share = statistics.median(times), _filling_share(seen, passes, fill, times)
     if fill <= 8 * batch or share <= .2: return
     # another stage may delay the start
-    if _first_seconds(some[names.index('Shuffle')].dataset) < .4 * fill: return
+    shuffled = some[names.index('Shuffle')].dataset
+    if _filled_at_once(shuffled) is shuffled and _first_seconds(shuffled) < .4 * fill: return
     return finding(
         seen, _FILLED.cause, f'the first batch of a pass takes {ms(fill)}, a later one {ms(batch)}: shuffle '
         f'fills its buffer from the start, {passes} times', _FILLED.fix, share, seen.loop[1],
@@ -527,8 +528,16 @@ def _next_seconds(batch) -> float:
     return statistics.median(drain(ready, 50, 1.)[10:] or [0.])
 
 def _read(dataset) -> tuple:   # first batch, its seconds, seconds per later batch
-    batches, first, seconds = _begin(dataset)
-    return first, seconds, drain(batches, 40, 5.)   # enough for a cycle of a dozen
+    "Only a part of a large shuffle buffer is filled, since it costs time and memory; the rest is estimated."
+    few = _filled_at_once(dataset)
+    batches, first, seconds = _begin(few)
+    times = drain(batches, 40, 5.)   # enough for a cycle of a dozen
+    large = [s for s in stages(dataset) if s.name == 'Shuffle' and (s.buffer or 0) > _LARGE_BUFFER]
+    if few is not dataset and large and times:
+        rows = large[-1].dataset._input_dataset.cardinality().numpy()
+        rest = min(large[-1].buffer, rows if rows > 0 else math.inf) - _LARGE_BUFFER
+        seconds += max(0, rest) / (large[-1].elements or 1) * statistics.median(times)
+    return first, seconds, times
 
 def _read_again(seen: _Seen, dataset) -> _Batches:
     dataset, period, waits = _repeat_if_finite(dataset), seen.seconds / len(seen.steps), waiting(seen)
