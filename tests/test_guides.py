@@ -51,7 +51,7 @@ def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
 ELSEWHERE = ('xtts-nb corpus', 'xtts-nb tune', 'voice/run', 'serve', '--shard', 'merge',
              '--preset xtts_v2', 'from-coqui', 'to-coqui', 'bench', 'check', 'profile', 'diagnose --data',
              'download', 'import', 'Claribel', '--data-gpu', 'make ', 'pip ', 'git ', 'curl', '-d ', '-F ',
-             '. .venv', 'report --out')
+             '. .venv', 'report --out', 'subtitles')
 SHORT = {'train': '--steps 4', 'find': '--steps 10', 'evaluate': '--clips 2', 'monitor': '--duration 1',
          'diagnose': '--seconds 2'}
 SMALL = {'Hello there.': 'aa bb', 'Hello again.': 'cc dd', 'CACHE': 'cache/mine', 'RUN': 'runs/graph'}
