@@ -579,7 +579,8 @@ def test_a_text_is_spoken_while_it_is_written(client, toy, service):
 
 @pytest.mark.parametrize('voice, form, messages, code', [
     ('carl', 'pcm_24000', [], 404), ('anna', 'ulaw_8000', [], 400), ('anna', 'flac_24000', [], 400),
-    ('anna', 'pcm_24000', ['no JSON'], 400), ('anna', 'pcm_24000', ['{"text": 3}'], 400),
+    ('anna', 'pcm_24000', ['no JSON'], 400), ('anna', 'pcm_24000', ['[' * 9999], 400),
+    ('anna', 'pcm_24000', ['{"text": 3}'], 400),
     ('anna', 'pcm_24000', ['{"text": "a", "voice_settings": {"speed": 9}}'], 400),
     ('anna', 'pcm_24000', [json.dumps({'text': 'a' * 71})], 413), ('anna', 'mp3_24000', [], 408)], ids=str)
 def test_a_stream_that_is_refused(client, toy, service, monkeypatch, voice, form, messages, code):

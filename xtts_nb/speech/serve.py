@@ -641,7 +641,7 @@ class _TextStream:
                 if not isinstance(text := message['text'], str): raise TypeError
             except TimeoutError:
                 raise ServiceError(408, f'No text came for {self.quiet:g} s; send "" to end it.') from None
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):   # the last: lists in lists without end
                 raise ServiceError(400, 'A message is {"text": "..."}, as JSON.', 'text') from None
             self.wanted.speed = self._speed(message.get('voice_settings'))
             self.text += text
