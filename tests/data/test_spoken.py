@@ -23,6 +23,11 @@ en|Phone: 555 123 4567|phone: five five five, one two three, four five six seven
 en|See example.com/help.|see example dot com slash help.
 en|https://www.example.org/a?b=c|example dot org
 en|anna_b@example.co.uk|anna underscore b at example dot co dot u k
+en|Python 3.10, 2.0 and 1.005|python three point one zero, two point zero and one point zero zero five
+fr|le 06.12.34.56.78|le zéro six, douze, trente-quatre, cinquante-six, soixante-dix-huit
+fr|Tél. : 06 12 34 56 78|tél. : zéro six, douze, trente-quatre, cinquante-six, soixante-dix-huit
+ja|体重は60kgです|体重は六十 キログラムです
+zh|全长5km。于2024-05-17举行|全长五公里。于二零二四年五月十七日举行
 de|Es sind 5 km, 3,5 kg.|es sind fünf kilometer, drei komma fünf kilogramm.
 de|1 kg Mehl, 1 t Sand|ein kilogramm mehl, eine tonne sand
 de|bei 20 °C und 100 km/h|bei zwanzig grad celsius und einhundert kilometer pro stunde

@@ -12,8 +12,8 @@ from decimal import Decimal, InvalidOperation
 from functools import cache, lru_cache
 
 from .text import (
-    _ADDRESS, fold_language, _grouped, _MONEY, _number_words, _one_by_one, _ordinal_words, _PATH, _PATH_END,
-    _plain_digits, _SIGNS, _SYMBOLS, _TELEPHONE, _THIN_SPACES, _tidy, _whole_words)
+    _ADDRESS, fold_language, _grouped, _MONEY, _NO_SPACES, _number_words, _one_by_one, _ordinal_words, _PATH,
+    _PATH_END, _plain_digits, _SIGNS, _SYMBOLS, _TELEPHONE, _THIN_SPACES, _tidy, _whole_words)
 
 # %% ../../nbs/data/spoken.ipynb #5f070005
 _UNITS = {symbol: f'{kind}-{unit}' for kind, units in {
@@ -39,20 +39,25 @@ def _locale(language: str):   # None if CLDR lacks the language
     try: return Locale.parse(language)
     except (UnknownLocaleError, ValueError): return None
 
+def _letters(language: str) -> str:   # of a character class
+    "What may not stand next to a number with its unit."
+    return '0-9A-Za-z_' if language in _NO_SPACES else r'\w'
+
 @cache
 def _symbols(language: str) -> tuple[dict[str, str], re.Pattern]:
     "Symbol -> CLDR unit, and the pattern of a number with one, or two as in `km/h`."
     from babel.units import format_unit
     short = lambda unit: _tidy(format_unit(5, unit, 'short', locale=language)).strip('5 .')
+    w = _letters(language)
     units = {short(unit): unit for unit in _UNITS.values() if len(short(unit)) > 1} | _UNITS
     if language == 'en': units |= _ENGLISH_UNITS
     if language in _S_IS_A_WORD: del units['s']
     names = '|'.join(map(re.escape, sorted(units, key=len, reverse=True)))
     number = r"[0-9]{1,3}(?:[., '’][0-9]{3})+(?:[.,][0-9]+)?|[0-9]+(?:[.,][0-9]+)?"
     return units, re.compile(
-        rf"(?<![\w.,:/+'’{_COINS}])(?<![{_COINS}§] )(?<!(?:{_CODES}) )(?<![0-9] )"
+        rf"(?<![{w}.,:/+'’{_COINS}])(?<![{_COINS}§] )(?<!(?:{_CODES}) )(?<![0-9] )"
         rf"({number})( ?)({names})(?:/({names}))?"
-        rf"(?![\w'’/°²³^]|-\w| ?[{_COINS}]| (?:{_CODES})\b)(?P<dot>\.(?=[,;:)]| \w))?")
+        rf"(?![{w}'’/°²³^]|-\w| ?[{_COINS}]| (?:{_CODES})\b)(?P<dot>\.(?=[,;:)]| \w))?")
 
 # %% ../../nbs/data/spoken.ipynb #5f070007
 _ONE = {   # masculine, feminine, pattern of feminine nouns
@@ -100,8 +105,12 @@ def _say_units(text: str, language: str) -> str:
 
 # %% ../../nbs/data/spoken.ipynb #5f07000a
 _JALALI = 'فروردین اردیبهشت خرداد تیر مرداد شهریور مهر آبان آذر دی بهمن اسفند'.split()
-_DATE = re.compile(r'(?<![\w.,/:+-])(?:([0-9]{4})([-/.])([0-9]{1,2})\2([0-9]{1,2})'
-                   r'|([0-9]{1,2})([-/.])([0-9]{1,2})\6([0-9]{4}))(?![\w/:-]|[.,]\w)')
+
+@cache
+def _dates(language: str) -> re.Pattern:
+    w = _letters(language)
+    return re.compile(rf'(?<![{w}.,/:+-])(?:([0-9]{{4}})([-/.])([0-9]{{1,2}})\2([0-9]{{1,2}})'
+                      rf'|([0-9]{{1,2}})([-/.])([0-9]{{1,2}})\6([0-9]{{4}}))(?![{w}/:-]|[.,]\w)')
 
 _SHORT_DATES = {'it': ('^1 ', 'primo '), 'pt': ('^1 ', 'primeiro '), 'ru': (r'г\.$', 'года'),
                 'uk': (r'р\.$', 'року')}
@@ -156,7 +165,7 @@ def _say_dates(text: str, language: str) -> str:
         if language in ('en', 'de', 'fa'):
             return _day_words(day, month, year, language, _before(m), not first and not swap)
         return re.sub(*_SHORT_DATES.get(language, ('^$', '')), _tidy(format_date(date, 'long', language)))
-    text = _DATE.sub(words, text)
+    text = _dates(language).sub(words, text)
     if language == 'fr': text = re.sub(rf'(?<![\w.,])1 (?=(?:{"|".join(_months("fr"))})\b)', 'premier ', text)
     return _say_named_months(text, language) if language in ('en', 'de') else text
 
@@ -224,7 +233,7 @@ def _say_times(text: str, language: str) -> str:
 
 # %% ../../nbs/data/spoken.ipynb #5f070012
 _CALLED = re.compile(r'''(?<!\w)((?:tel|tél|fax|phone|telefon\w*|téléphone|tel[eé]fono|móvil
-    |تلفن|موبایل|همراه|شماره)\.?:?\ )([+(]?[0-9][0-9 ()/.-]{5,}[0-9])(?![\w-])
+    |تلفن|موبایل|همراه|شماره)\.?\ ?:?\ )([+(]?[0-9][0-9 ()/.-]{5,}[0-9])(?![\w-])
     |(?<![\w.,:/+-])(0[0-9]{2,4}\ ?/\ ?[0-9]{4,}(?:[ -][0-9]+)*)(?![\w/-])''', re.I | re.X)
 
 def _group(digits: str, language: str) -> str:

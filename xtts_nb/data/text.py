@@ -11,6 +11,7 @@ import html
 import json
 import re
 import string
+import threading
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -128,6 +129,8 @@ def needs(package: str):
         raise UserError(f'This text needs the package {package}; '
                         'install it with: pip install "xtts_nb[languages]"') from None
 
+_CONVERTER = threading.Lock()   # its converters keep state of the number that they say
+
 def _number_words(
     value: int | float,
     language: str,      # two letters, or three
@@ -140,7 +143,7 @@ def _number_words(
     if language == 'fa' and value >= 10**15: raise NotImplementedError   # num2words: '' for 10**18
     library, code = needs('num2words'), {'kk': 'kz', 'nb': 'no', 'nn': 'no'}.get(language, language)
     if code not in library.CONVERTER_CLASSES: raise NotImplementedError   # else fil is read as fi
-    return library.num2words(value, lang=code, **options)
+    with _CONVERTER: return library.num2words(value, lang=code, **options)
 
 # %% ../../nbs/data/text.ipynb #f544bc5e
 _CURRENCIES = {'£': 'GBP', '$': 'USD', '€': 'EUR'}
@@ -330,7 +333,7 @@ _SHORT_SCALE = dict(pair.split('=') for pair in (   # in English
     'k=thousand m=million bn=billion b=billion tn=trillion').split())
 _SIGN, _AMOUNT = f'[{"".join(_MONEY)}]', '[0-9]+(?:[.,][0-9]+)?'
 _TELEPHONE = re.compile(r'''(?<![\w.,:/+-])(?<![0-9]\ )(?:
-    \+[0-9][0-9 ()-]{6,}[0-9] | 0[0-9]{2,}(?:[ -][0-9]{2,})* | 0[0-9](?:\ [0-9]{2}){4}
+    \+[0-9][0-9 ()-]{6,}[0-9] | 0[0-9]{2,}(?:[ -][0-9]{2,})* | 0[0-9](?:[ .-][0-9]{2}){4}
     | (?:1-)?(?:\(?[0-9]{3}\)?[ -])?[0-9]{3}-[0-9]{4}
     | \(0[0-9]+\)(?:[ -]?[0-9]{2,})+)(?![\w-]|[.,:/][0-9])''', re.X)
 
@@ -454,7 +457,11 @@ def _decimal(digits: str, language: str) -> str:
     "A decimal in words, or digits if the language has none."
     whole, part = re.split('[.,]', digits)
     try:
-        if language not in _POINTS: return _decimal_words(digits, language)
+        if language not in _POINTS:   # a float has no final zeros: 3.10, 2.0
+            kept = part.rstrip('0')
+            words = _decimal_words(f'{whole}.{kept or 1}', language)
+            zeros = [_whole_words('0', language)] * (len(part) - len(kept))
+            return ' '.join([words if kept else words.rpartition(' ')[0], *zeros])
         return f'{_whole_words(whole, language)} {_POINTS[language]} {_one_by_one(part, language)}'
     except _UNSUPPORTED: return digits
 
