@@ -151,7 +151,7 @@ def test_the_report_shows_each_score_and_each_clip(evaluation, tmp_path):
         assert sum(int(wide or 1) for wide in cells) == 8
     assert json.loads((tmp_path / 'new' / 'scores.json').read_text())['clips'] == 3
     lines = scores_text(scores).splitlines()
-    assert lines[-2].startswith('Not offered: duration') and 'Whisper' in lines[-1]
+    assert lines[-2].startswith('Not valid: duration') and 'Whisper' in lines[-1]
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine' / 'report.html').write_text('of somebody else')
     with pytest.raises(UserError, match='mine'): evaluation_report(evaluation, tmp_path / 'mine')

@@ -582,7 +582,7 @@ def test_a_text_is_spoken_while_it_is_written(client, toy, service):
     ('anna', 'pcm_24000', ['no JSON'], 400), ('anna', 'pcm_24000', ['[' * 9999], 400),
     ('anna', 'pcm_24000', ['{"text": 3}'], 400),
     ('anna', 'pcm_24000', ['{"text": "a", "voice_settings": {"speed": 9}}'], 400),
-    ('anna', 'pcm_24000', [json.dumps({'text': 'a' * 71})], 413), ('anna', 'mp3_24000', [], 408)], ids=str)
+    ('anna', 'pcm_24000', [json.dumps({'text': 'a' * 2**20})], 413), ('anna', 'mp3_24000', [], 408)], ids=str)
 def test_a_stream_that_is_refused(client, toy, service, monkeypatch, voice, form, messages, code):
     monkeypatch.setattr(serving, '_QUIET_SECONDS', (.1, .1))
     with client.websocket_connect(STREAM.format(voice, form)) as socket:
@@ -591,6 +591,20 @@ def test_a_stream_that_is_refused(client, toy, service, monkeypatch, voice, form
         assert error['code'] == code and error['message'] and not toy.submitted
         assert socket.receive()['code'] == 1008
     until(lambda: not service.open)
+
+def test_a_text_of_any_parts_is_spoken_whole(client, toy, service):
+    "Also words over the limit of a request, halves of one character, and text after its end."
+    said = 'Aa bb ' * 30 + '\U0001f600 cc.'
+    with client.websocket_connect(STREAM.format('anna', 'pcm_24000')) as socket:
+        parts = [said[i:i + 50] for i in range(0, len(said), 50)]
+        half = json.dumps(parts[-1]).index('\\ude00')
+        for part in parts[:-1]: socket.send_json({'text': part})
+        for part in (json.dumps(parts[-1])[:half] + '"', '"' + json.dumps(parts[-1])[half:]):
+            socket.send_text(f'{{"text": {part}}}')
+        for _ in range(3): socket.send_json({'text': ''})
+        assert rest_of(socket)[1]['isFinal']
+    spoken = ' '.join(s.text for s in toy.submitted).split()
+    assert spoken.count('Aa') == spoken.count('bb') == 30 and '\U0001f600' in ''.join(spoken)
 
 def test_who_may_open_a_stream(client, service):
     for headers, key in (({'Origin': 'https://evil.example'}, None), ({'xi-api-key': 'wrong'}, 'secret')):
@@ -603,15 +617,32 @@ def test_who_may_open_a_stream(client, service):
         socket.send_json({'text': ''})
         assert rest_of(socket)[1]['isFinal']
 
+def test_requests_as_elevenlabs_has_them(client, toy, service):
+    "A sound without speech has no word times, and leaves no request open."
+    path = '/v1/text-to-speech/bert{}?output_format=pcm_24000'
+    asked = {'text': 'aa bb. ', 'seed': 7, 'voice_settings': {'speed': 2}, 'model_id': 'x'}
+    for ending in ('', '/stream'):
+        answer = client.post(path.format(ending), json=asked)
+        assert answer.headers['content-type'] == 'audio/pcm' and len(samples(answer.content)) == 3 * PART
+    assert {s.given for s in toy.submitted} == {('en', 'B', 7, 2.)}
+    assert client.get('/v1/voices').json()['voices'][0] == {'voice_id': 'anna', 'name': 'anna'}
+    for body in ({}, [], {'text': 'a', 'seed': 'x'}, {'text': 'a', 'voice_settings': 3}):
+        assert client.post(path.format(''), json=body).status_code == 400
+    assert client.post(path.format('').replace('bert', 'carl'), json=asked).status_code == 404
+    assert client.post(path.format('/with-timestamps'), json=asked).status_code == 400
+    until(lambda: not service.open)
+
 def test_the_client_of_elevenlabs(service, toy):
     elevenlabs = pytest.importorskip('elevenlabs.client', reason='no elevenlabs here: pip install elevenlabs')
     with served(service, request_seconds=.5) as url:
-        speech = elevenlabs.ElevenLabs(api_key='any').text_to_speech
+        speech = elevenlabs.ElevenLabs(api_key='any', base_url=url).text_to_speech
         speech._ws_base_url = url.replace('http', 'ws')   # it knows wss alone
         def words():
             for word in ('Aa bb cc dd ee ff, ', 'gg hh. ', 'Hh aa.'):
                 yield word
                 time.sleep(.3)   # longer than a connection may be without a request
+        assert b''.join(speech.convert('anna', text='aa bb.', output_format='pcm_24000'))
+        toy.submitted.clear()
         sound = b''.join(speech.convert_realtime('anna', text=words(), output_format='pcm_24000'))
         assert len(sound) > 3 * 6 * PART and len(toy.submitted) == 3
         until(lambda: not service.open)

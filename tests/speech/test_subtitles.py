@@ -1,4 +1,5 @@
 "Word times and subtitles: `speech/subtitles` has what they are."
+import io
 import json
 
 import pytest
@@ -6,7 +7,8 @@ import soundfile
 
 from xtts_nb.config import UserError
 from xtts_nb.data.espeak import speak, VOICES
-from xtts_nb.speech.subtitles import timed_words, write_subtitles
+from xtts_nb.speech.serve import _timed
+from xtts_nb.speech.subtitles import TimedWord, timed_words, write_subtitles
 
 def test_subtitles_hold_what_is_said_and_nothing_else(tmp_path):
     pytest.importorskip('espeakng_loader', reason='no espeak-ng here: pip install xtts_nb[demo]')
@@ -24,3 +26,13 @@ def test_subtitles_hold_what_is_said_and_nothing_else(tmp_path):
     assert json.loads(path.read_text())[0]['text'] == 'Please'
     for text in (other, '...'):
         with pytest.raises(UserError): timed_words(tmp_path / 'a.wav', [text], 'en')
+    soundfile.write(file := io.BytesIO(), wav, rate, format='WAV')
+    times = _timed(file.getvalue(), f'"{said}"', 'en')
+    begins, ends = (times[f'character_{which}_times_seconds'] for which in ('start', 'end'))
+    assert ''.join(times['characters']) == f'"{said}"' and begins[1:] == ends[:-1] == sorted(ends[:-1])
+    assert begins[1 + said.index('door')] == next(word.begin for word in words if word.text == 'door')
+
+def test_signs_of_the_text_stay(tmp_path):
+    for ending, text in (('.srt', '— {a} C:\\new <b>'), ('.vtt', '— {a} C:\\new &lt;b&gt;')):
+        write_subtitles([TimedWord('— {a} C:\\new <b>', .5, 3661.5, True)], path := tmp_path / f'b{ending}')
+        assert path.read_text(encoding='utf-8').endswith(f':01:01{",."[ending == ".vtt"]}500\n{text}\n')

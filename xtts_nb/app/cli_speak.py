@@ -6,7 +6,6 @@
 __all__ = ['Model']
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0003
-import ctypes
 import os
 import select
 import signal
@@ -151,6 +150,7 @@ def _subtitles(
     language: option(str, 'Language of the text.') = 'en',
 ):
     "Write subtitles or word times of a recording whose text is known."
+    start()
     from xtts_nb.files import check_writable
     from xtts_nb.speech.subtitles import ENDINGS, timed_words, write_subtitles
     from xtts_nb.config import UserError
@@ -377,6 +377,7 @@ def _while_used(listener: socket.socket):
     if not hasattr(os, 'fork'):
         from xtts_nb.config import UserError
         raise UserError('--idle needs Linux or macOS; leave it out.')
+    from xtts_nb.files import _sigterm_with_parent
     child, ended = 0, []
     def end(signum, frame):
         ended.append(signum)
@@ -388,7 +389,7 @@ def _while_used(listener: socket.socket):
         signal.pthread_sigmask(signal.SIG_BLOCK, usual)   # until the child's id is known
         if not (child := os.fork()):
             os.setpgid(0, 0)       # only the parent passes on Ctrl-C
-            with suppress(AttributeError): ctypes.CDLL(None).prctl(1, signal.SIGTERM)   # die with it
+            _sigterm_with_parent()
             for s, handler in usual.items(): signal.signal(s, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, usual)
         if not child: return

@@ -204,4 +204,4 @@ def scores_text(scores: list[dict]) -> str:   # of `Evaluation`
     widths = [max(map(len, column)) for column in zip(*rows)]
     right = lambda row: [c.rjust(w) for c, w in zip(row[1:], widths[1:])]
     lines = ['  '.join([row[0].ljust(widths[0]), *right(row)]) for row in rows]
-    return '\n'.join(lines + [f'Not offered: {s["name"]}: {s["fault"]}.' for s in scores if s['fault']])
+    return '\n'.join(lines + [f'Not valid: {s["name"]}: {s["fault"]}.' for s in scores if s['fault']])

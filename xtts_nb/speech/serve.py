@@ -18,6 +18,7 @@ import socket
 import tempfile
 import threading
 import time
+import unicodedata
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing, contextmanager, ExitStack, nullcontext, suppress
@@ -29,6 +30,7 @@ from typing import Literal
 
 import numpy as np
 import pydantic
+import soundfile
 from fastcore.basics import patch
 
 from ..config import UserError
@@ -80,7 +82,8 @@ class SpeechBody(pydantic.BaseModel, extra='allow'):
     @classmethod
     def _plain(cls, given):
         if not isinstance(given, dict): return given
-        given = {k: v for k, v in given.items() if v is not None}   # null: as if missing
+        given = {k: v for k, v in given.items()   # null or '': as if missing
+                 if v is not None and (v != '' or k == 'input')}
         if isinstance(voice := given.get('voice'), dict): given['voice'] = voice.get('id')
         return given
 
@@ -139,18 +142,23 @@ async def _body_parts(request: Request, most: int) -> AsyncIterator[bytes]:
         if (most := most - len(part)) < 0: raise too_large
         yield part
 
+async def _read_body(request: Request) -> bytes | tuple[dict, object]:
+    "The body, or a form's fields and recording; raises `ServiceError`."
+    seconds = _REQUEST_SECONDS * (8 if _is_form(request.headers) else 1)
+    try:
+        async with asyncio.timeout(seconds):
+            if _is_form(request.headers): return await _read_form(request)
+            return b''.join([part async for part in _body_parts(request, _BODY_BYTES)])
+    except TimeoutError:
+        raise ServiceError(408, f'The body did not arrive within {seconds:g} s.',
+                           Connection='close') from None
+
 async def _read_request(request: Request) -> SpeechBody:
     "Read and validate the body; raises `ServiceError`."
-    try:
-        async with asyncio.timeout(_REQUEST_SECONDS):
-            if _is_form(request.headers): given, recording = await _read_form(request)
-            else: given = b''.join([part async for part in _body_parts(request, _BODY_BYTES)])
-    except TimeoutError:
-        raise ServiceError(408, f'The body did not arrive within {_REQUEST_SECONDS:g} s.',
-                           Connection='close') from None
-    if isinstance(given, bytes): return _valid(SpeechBody.model_validate_json, given)
-    wanted = _valid(SpeechBody.model_validate, given)
-    wanted._recording = recording
+    if isinstance(given := await _read_body(request), bytes):
+        return _valid(SpeechBody.model_validate_json, given)
+    wanted = _valid(SpeechBody.model_validate, given[0])
+    wanted._recording = given[1]
     return wanted
 
 def _valid(check, given) -> SpeechBody:
@@ -242,6 +250,8 @@ def _sound_formats(rate: int = _RATE) -> list[str]:
     return [kind for kind in _FORMATS if works(kind)]
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0012
+def _composed(name: str) -> str: return unicodedata.normalize('NFC', name)   # a Mac's files are not
+
 class VoiceFolder:
     "A callable that returns the voices of a folder; rereads changed files."
     def __init__(self,
@@ -272,7 +282,7 @@ class VoiceFolder:
             for path in sorted(self.folder.glob('*.safetensors')):
                 with suppress(OSError): found[path] = self._read(path)   # removed meanwhile
             self._known = found
-        return {path.stem: voice for path, (_, voice) in found.items() if voice is not None}
+        return {_composed(path.stem): voice for path, (_, voice) in found.items() if voice is not None}
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0015
 disable_created_metrics()   # no creation time per counter
@@ -327,14 +337,17 @@ class SpeechService:
         private_lists: bool = False,    # require the key for lists of voices and models too
         say_as=str,                     # text -> spoken form, from `long.say_as`
     ):
+        from xtts_nb.speech.long import _detector
         _refuse_empty(key)
         self.engine, self.voices, self.queue, self.max_characters = engine, voices, queue, max_characters
         known = engine.speaker.xtts.tokenizer.languages
         if language and language not in (*known, 'auto'):
             raise UserError(f'The model has no language "{language}"; it has {", ".join(known)}.')
+        if language == 'auto' and len(known) > 1: _detector(known)   # a missing package shows at the start
         self.language = language or ('en' if 'en' in known else known[0])
         self.key, self.wait, self.metrics = key and key.strip(), wait, _Metrics(engine)
-        self.aliases, self.origins, self.hosts = aliases or {}, tuple(origins), {*hosts}
+        self.aliases, self.hosts = aliases or {}, {*hosts}
+        self.origins = tuple(origin.rstrip('/') for origin in origins)
         self.private_lists, self.say_as = private_lists, say_as
         self.ignored = set()   # names of ignored fields
         self.forms, self.listening = 0, anyio.CapacityLimiter(1)   # forms, recordings in progress
@@ -378,7 +391,7 @@ def check_sender(self: SpeechService, method: str, headers: Headers):
         raise ServiceError(415, f'The body is {kind[:40]}; send JSON as application/json, or a form.')
     own = headers.get('sec-fetch-site') == 'same-origin' or (origin or '').partition('://')[2] == host
     if origin and not own and not {'*', origin} & {*self.origins}:
-        raise ServiceError(403, f'Pages of {origin[:80]} may not speak here; allow them by --cors.')
+        raise ServiceError(403, f'The origin {origin[:80]} is not allowed; add it with --cors.')
 
 def _is_local(host: str) -> bool:
     "Whether a host is an IP address or a name that cannot be registered in public DNS."
@@ -389,7 +402,7 @@ def _is_local(host: str) -> bool:
 @patch
 def fresh_fields(self: SpeechService, wanted: SpeechBody) -> list[str]:
     "Ignored fields seen for the first time; remembers at most 100 names."
-    fresh = {ascii(name)[1:-1][:40] for name in wanted.model_extra} - self.ignored
+    fresh = {ascii(name)[1:-1][:40] for name in [*wanted.model_extra][:20]} - self.ignored
     if len(self.ignored) > 100: return []
     self.ignored |= fresh
     return sorted(fresh)
@@ -399,7 +412,7 @@ def admit(self: SpeechService):
     "Raise `ServiceError` if the queue is full."
     if self.ends: raise ServiceError(503, 'The service is shutting down.', Retry_After='10')
     if self.open >= self.rows + self.queue:
-        raise ServiceError(429, f'{self.open} texts are spoken or wait already; try again later.',
+        raise ServiceError(429, f'{self.open} requests are running or queued; try again later.',
                            code='queue_full', Retry_After=self.later())
 
 @patch
@@ -440,14 +453,15 @@ def revive(self: SpeechService) -> bool:
 def voice_named(self: SpeechService, name: str):
     "A voice of the folder, or a blend `a+b`; OpenAI's names map to the folder's voices in turn."
     from xtts_nb.speech.voices import _mean_voice
-    voices, name = self.voices(), self.aliases.get(name, name)
+    voices, name = self.voices(), _composed(self.aliases.get(name, name))
     def one(name):
         name = self.aliases.get(name, name)
         if name in voices: return voices[name]
         if name in VOICES and voices: return voices[[*voices][VOICES.index(name) % len(voices)]]
         raise ServiceError(404, f'There is no voice "{name[:80]}"; there is {", ".join(voices) or "none"}.',
                            'voice', 'voice_not_found')
-    if name in voices or len(parts := name.split('+', _MIXED - 1)) == 1: return one(name)
+    if name in voices: return voices[name]
+    if len(parts := name.split('+', _MIXED - 1)) == 1: return one(name)
     return _mean_voice([one(part.strip()) for part in parts], [1 / len(parts)] * len(parts))
 
 _VOICE_SECONDS = 60.   # of a recording; the rest is not read
@@ -468,7 +482,10 @@ def voice_of(self: SpeechService, file: str):
         raise ServiceError(400, message, 'voice_file', 'invalid_voice') from None
 
 @patch
-async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(piece, whether it streams)]
+async def check(self: SpeechService,
+    wanted: SpeechBody,
+    voice=None,   # if known
+) -> tuple:       # voice, [(piece, whether it streams)]
     "Validate a request; raises `ServiceError`."
     from xtts_nb.speech.guard import SHORT_TOKENS
     from xtts_nb.speech.long import _text_pieces
@@ -479,7 +496,7 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
     if wanted.response_format not in formats:
         raise ServiceError(400, f'{wanted.response_format} cannot be written at {wanted.sample_rate} Hz; '
                            f'there is {", ".join(formats)}.', 'response_format', 'format_not_available')
-    voice = None if wanted._recording else await run_sync(self.voice_named, wanted.voice)
+    if not (voice or wanted._recording): voice = await run_sync(self.voice_named, wanted.voice)
     language = wanted.language or self.language
     speaker = self.engine.speaker
     soon = not speaker.decoder   # as for `stream_text`
@@ -528,14 +545,13 @@ async def sound(self: SpeechService,
     speed, kind = wanted.speed or self.engine.speaker.speech.speed, wanted.response_format
     known = not more and len(rest) < 2 and not any(streams for (_, streams), _ in rest)
     writer = Encoder(kind, rate, wanted.sample_rate, kind == 'flac' or known and kind != 'pcm')
-    sent, overdue, timer = 0, False, None
+    sent, ends, overdue, timer = 0, 0., False, None   # ends: when the client has played all it received
 
     def give_up(utterance):   # unless it has a row
         nonlocal overdue
         if overdue := not utterance.started: utterance.cancel()
 
-    def heard() -> float:   # when the client has played all it received
-        return began + notes['first'] + sent / rate if sent else time.monotonic()
+    def heard() -> float: return ends or time.monotonic()
 
     try:
         while True:
@@ -545,8 +561,7 @@ async def sound(self: SpeechService,
                 if not sent: began = time.monotonic()   # no speech before
                 continue
             if not (sent or timer):
-                left = began + self.wait - time.monotonic()
-                timer = asyncio.get_running_loop().call_later(left, give_up, live[0][0])
+                timer = asyncio.get_running_loop().call_later(self.wait, give_up, live[0][0])
             utterance, piece, _ = live[0]
             sounds, samples = iter(utterance), 0
             pause = round(piece.pause / speed * rate) if rest or more or len(live) > 1 else 0
@@ -554,18 +569,18 @@ async def sound(self: SpeechService,
                 samples, part = await run_sync(_sound_step, sounds, writer, pause, abandon_on_cancel=True,
                                                limiter=self.threads)
                 if overdue:
-                    raise ServiceError(503, f'No row became free within {self.wait:g} s; try again later.',
+                    raise ServiceError(503, f'No slot became free within {self.wait:g} s; try again later.',
                                        code='queue_timeout', Retry_After=self.later())
                 if samples and not sent:
                     notes['first'] = time.monotonic() - began
                     self.metrics.first_sound.observe(notes['first'])
-                sent += samples or 0
+                if samples: sent, ends = sent + samples, max(ends, time.monotonic()) + samples / rate
                 self._submit(live, rest, wanted, voice, heard())
                 if part: yield part
             live.popleft()
             self.metrics.codes.inc(utterance.codes)
             notes['codes'] = notes.get('codes', 0) + int(utterance.codes)
-        self.whole += 1
+        self.whole += bool(sent)
         silence = b'' if sent else writer.write(np.zeros(rate // 4, np.float32))   # no speech
         yield silence + await run_sync(writer.end)
     finally:
@@ -601,7 +616,7 @@ class _SoundAnswer(StreamingResponse):
         finally: await sounds.aclose()
 
 # %% ../../nbs/speech/serve.ipynb #63f50e83
-_TEXT_STREAM = '/v1/text-to-speech/{voice}/stream-input'
+_ELEVENLABS = '/v1/text-to-speech/'   # and the voice
 _OUTPUT = re.compile(r'([a-z\d]+)_(\d+)(?:_\d+)?')   # format, rate in Hz; the rate in kbit/s is ignored
 _QUIET_SECONDS = 20., 180.   # idle time after which a stream ends: default, maximum
 _PIECES = 32                 # most queued pieces; then the client's text waits
@@ -619,32 +634,49 @@ def _whole_part(
         rank <= _SENTENCE or soon and rank == _CLAUSE and letters(i) >= _CLAUSE_LETTERS)), default=0)
 
 # %% ../../nbs/speech/serve.ipynb #0f1a6fb5
+_PAIR = re.compile('[\ud800-\udbff][\udc00-\udfff]')   # a character that JavaScript may cut in two
+
+def _one_character(m: re.Match) -> str: return m[0].encode('utf-16', 'surrogatepass').decode('utf-16')
+
 class _TextStream:
     "A WebSocket's text as pieces for `SpeechService.sound`."
     def __init__(self, service: SpeechService, socket: WebSocket, wanted: SpeechBody):
         from xtts_nb.speech.generate import piece_seeds
         self.service, self.socket, self.wanted = service, socket, wanted
         self.rest, self.came, self.order = deque(), asyncio.Event(), asyncio.Lock()
-        self.text, self.ended, self.hungry = '', False, True   # hungry: the listener has no sound left
+        self.inbox, self.waiting = asyncio.Queue(), 0   # messages, and their characters
+        self.text, self.ended, self.hungry, self.voice = '', False, True, None   # hungry: has no sound left
         self.seeds = piece_seeds(wanted.seed)
         quiet, most = _QUIET_SECONDS
         try: self.quiet = min(most, max(1., float(socket.query_params.get('inactivity_timeout', quiet))))
         except ValueError: self.quiet = quiet
 
+    async def read(self):
+        "Read until the client goes, since its pongs and its end come through the same socket."
+        while True:
+            message = await self.socket.receive_text()
+            if self.ended: continue
+            self.waiting += len(message)
+            if self.waiting > _BODY_BYTES:
+                raise ServiceError(413, 'Too much text waits to be spoken.', 'text')
+            self.inbox.put_nowait(message)
+
     async def listen(self):
-        "Read until the text ends; raises `ServiceError`."
+        "Take messages until the text ends; raises `ServiceError`."
         text, notes = ' ', self.socket.scope['notes']
         while text:
             while len(self.rest) > _PIECES: await asyncio.sleep(.1)
             try:
-                async with asyncio.timeout(self.quiet): message = json.loads(await self.socket.receive_text())
+                async with asyncio.timeout(self.quiet): message = await self.inbox.get()
+                self.waiting -= len(message)
+                message = json.loads(message)
                 if not isinstance(text := message['text'], str): raise TypeError
             except TimeoutError:
                 raise ServiceError(408, f'No text came for {self.quiet:g} s; send "" to end it.') from None
             except (ValueError, KeyError, TypeError, RecursionError):   # the last: lists in lists without end
                 raise ServiceError(400, 'A message is {"text": "..."}, as JSON.', 'text') from None
             self.wanted.speed = self._speed(message.get('voice_settings'))
-            self.text += text
+            self.text = _PAIR.sub(_one_character, self.text + text)
             notes['characters'] = notes.get('characters', 0) + len(text)
             await self.divide(not text or message.get('flush') is True)
         self.ended = True
@@ -658,14 +690,20 @@ class _TextStream:
     async def divide(self, whole: bool = False):
         "Split speakable text into pieces."
         async with self.order:   # keeps pieces in order during slow checks
-            language = self.wanted.language or self.service.language
-            whole = whole or len(self.text) > self.service.max_characters // 2   # no sentence is as long
-            at = len(self.text) if whole else _whole_part(self.text, language, self.hungry)
-            self.wanted.input, self.text = self.text[:at], self.text[at:]
-            if self.wanted.input.strip():
-                _, pieces = await self.service.check(self.wanted)
+            while at := self._speakable(whole):
+                self.wanted.input, self.text = self.text[:at], self.text[at:]
+                if not self.wanted.input.strip(): continue
+                _, pieces = await self.service.check(self.wanted, self.voice)
                 self.rest += zip([(piece, streams and self.hungry) for piece, streams in pieces], self.seeds)
             self.came.set()
+
+    def _speakable(self, whole: bool) -> int:
+        "How many characters can be spoken now."
+        most = self.service.max_characters // 2   # no sentence is as long
+        part, more = self.text[:most], len(self.text) > most
+        if whole and not more: return len(part)
+        at = _whole_part(part, self.wanted.language or self.service.language, self.hungry)
+        return at or more and (part.rfind(' ') + 1 or most)
 
     async def more(self) -> bool:
         "Wait for a piece; false at the end of the text."
@@ -678,15 +716,47 @@ class _TextStream:
         return bool(self.rest)
 
 # %% ../../nbs/speech/serve.ipynb #d2ce849e
-def _stream_body(voice: str, query) -> SpeechBody:
-    "The options in a stream's URL; raises `ServiceError`."
+def _elevenlabs_body(voice: str, query, **given) -> SpeechBody:
+    "The options in a URL, and fields of ours; raises `ServiceError`."
     kind = query.get('output_format', 'mp3_44100_128')
     if not (parts := _OUTPUT.fullmatch(kind)) or parts[1] == 'flac':   # flac is sent at the end
         raise ServiceError(400, f'output_format: expected one such as pcm_24000, got {kind[:40]}.',
                            'output_format')
     return _valid(SpeechBody.model_validate, {
         'input': '', 'voice': voice, 'response_format': parts[1], 'sample_rate': int(parts[2][:6]),
-        'language': query.get('language_code'), 'seed': query.get('seed')})
+        'language': query.get('language_code'), 'seed': query.get('seed')} | given)
+
+async def _read_elevenlabs(request: Request, voice: str) -> SpeechBody:
+    "A request in ElevenLabs' form; raises `ServiceError`."
+    try:
+        given = json.loads(await _read_body(request))
+        settings = given.get('voice_settings') or {}
+        fields = {'input': given['text'], 'language': given.get('language_code'), 'seed': given.get('seed'),
+                  'speed': settings.get('speed')}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ServiceError(400, 'The body is {"text": "..."}, as JSON.', 'text') from None
+    return _elevenlabs_body(voice, request.query_params, **fields)
+
+def _timed(sound: bytes, text: str, language: str) -> dict:
+    "When each character is said, in ElevenLabs' form; raises `UserError`."
+    from xtts_nb.speech.subtitles import timed_words
+    with tempfile.NamedTemporaryFile(suffix='.wav') as file:
+        file.write(sound)
+        file.flush()
+        words = timed_words(file.name, [text], language)
+    at, edges = 0, []   # characters and seconds between which time is linear
+    for word in words:
+        at = text.index(word.text, at)
+        edges += [(at, word.begin), (at := at + len(word.text), word.end)]
+    times = np.interp(range(len(text) + 1), *zip(*edges)).round(3).tolist()
+    return {'characters': [*text], 'character_start_times_seconds': times[:-1],
+            'character_end_times_seconds': times[1:]}
+
+def _encoded(sound: bytes, wanted: SpeechBody) -> bytes:
+    "A WAV file in the wanted format."
+    wav, rate = soundfile.read(io.BytesIO(sound), dtype='float32')
+    writer = Encoder(wanted.response_format, rate, wanted.sample_rate, whole=wanted.response_format != 'pcm')
+    return writer.write(wav) + writer.end()
 
 async def _speak_stream(service: SpeechService, socket: WebSocket, voice: str):
     "Speak the text of a WebSocket as it arrives."
@@ -694,13 +764,14 @@ async def _speak_stream(service: SpeechService, socket: WebSocket, voice: str):
     await socket.accept()
     try:
         socket.scope['place'].enter_context(service.place())
-        text = _TextStream(service, socket, _stream_body(voice, socket.query_params))
-        known = await run_sync(service.voice_named, voice)
-        sounds = service.sound(text.wanted, known, text.rest, notes, text.more)
+        text = _TextStream(service, socket, _elevenlabs_body(voice, socket.query_params))
+        text.voice = await run_sync(service.voice_named, voice)
+        sounds = service.sound(text.wanted, text.voice, text.rest, notes, text.more)
         async with asyncio.TaskGroup() as tasks, aclosing(sounds):
-            tasks.create_task(text.listen())
+            reader, _ = tasks.create_task(text.read()), tasks.create_task(text.listen())
             async for part in sounds:
                 if part: await socket.send_json({'audio': base64.b64encode(part).decode(), 'isFinal': None})
+            reader.cancel()
         await socket.send_json({'audio': None, 'isFinal': True})
         await socket.close()
     except* WebSocketDisconnect: pass
@@ -710,6 +781,7 @@ async def _speak_stream(service: SpeechService, socket: WebSocket, voice: str):
         with suppress(WebSocketDisconnect):
             await socket.send_json({'message': str(refusal), 'error': refusal.code, 'code': refusal.status})
             await socket.close(1011 if refusal.status >= 500 else 1008)
+        notes['status'] = refusal.status
         if refusal.status == 500: raise error from None
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0a1d
@@ -731,7 +803,9 @@ def _access_line(
 # %% ../../nbs/speech/serve.ipynb #5e7e0c1d
 _SPEECH = '/v1/audio/speech'
 _OPEN = '/', '/health', '/live', '/openapi.json'   # need no key
-_LISTS = '/v1/audio/voices', '/v1/audio/models', '/v1/models'
+_LISTS = '/v1/audio/voices', '/v1/audio/models', '/v1/models', '/v1/voices'
+
+def _speaks(path: str) -> bool: return path == _SPEECH or path.startswith(_ELEVENLABS)
 
 class _Gate:
     "Middleware: checks key and queue first; updates counters and the access log afterwards."
@@ -756,7 +830,7 @@ class _Gate:
             status = 500
             raise
         finally:
-            if scope['path'] == _SPEECH or scope['type'] == 'websocket':
+            if _speaks(scope['path']) or scope['type'] == 'websocket':
                 self.service.metrics.requests.labels(status).inc()
             self.log(_access_line(scope, status, notes))
 
@@ -769,7 +843,7 @@ class _Gate:
             self.service.check_sender(method, headers)
             if method == 'OPTIONS':
                 return await Response(headers={'Allow': 'GET, HEAD, OPTIONS, POST'})(scope, receive, send)
-            if (method, path) == ('POST', _SPEECH): self.service.admit()
+            if scope['type'] == 'http' and method == 'POST' and _speaks(path): self.service.admit()
             return await self.app(scope | ({'method': 'GET'} if method == 'HEAD' else {}), receive, send)
         except ServiceError as error: refusal = error
         except asyncio.CancelledError:   # the grace period is over
@@ -788,7 +862,7 @@ def _refusal(error: Exception) -> ServiceError:
     if isinstance(error, HTTPException):
         return ServiceError(error.status_code, error.detail, **(error.headers or {}))
     if isinstance(error, ClientDisconnect): return ServiceError(499, 'The client went away.')
-    return ServiceError(500, 'The service failed; its log says how.')
+    return ServiceError(500, 'The service failed; see its log.')
 
 def _handle_errors(app: FastAPI):
     "Return errors in OpenAI's format."
@@ -824,23 +898,50 @@ def _speech_app(
     body = {'requestBody': {'required': True, 'content': {
         'application/json': {'schema': schema}, 'multipart/form-data': {'schema': form}}}}
 
-    @app.post(_SPEECH, response_class=Response, openapi_extra=body)
-    async def speech(request: Request):
+    async def begin(request: Request, read) -> tuple:   # wanted, its sound, its pieces
         notes = request.scope['notes']
-        with service.arrival() if _is_form(request.headers) else nullcontext():
-            wanted = await _read_request(request)
+        with service.arrival() if _is_form(request.headers) else nullcontext(): wanted = await read
         request.scope['place'].enter_context(service.place())
         notes['characters'] = len(wanted.input)
         if fresh := service.fresh_fields(wanted):
             log(f'Fields without effect, each listed once: {", ".join(fresh)}')
         voice, pieces = await service.check(wanted)
-        rest, kind = deque(zip(pieces, piece_seeds(wanted.seed))), _FORMATS[wanted.response_format][0]
-        sound = service.sound(wanted, voice, rest, notes)
-        if wanted.stream_format == 'sse': sound, kind = _events(sound, wanted, notes), 'text/event-stream'
-        return _SoundAnswer(sound, media_type=kind, headers={'X-Sample-Rate': str(wanted.sample_rate)})
+        rest = deque(zip(pieces, piece_seeds(wanted.seed)))
+        return wanted, service.sound(wanted, voice, rest, notes), pieces
 
-    @app.websocket(_TEXT_STREAM)
+    def answer(wanted: SpeechBody, sound, kind: str) -> _SoundAnswer:
+        return _SoundAnswer(sound, media_type=kind, headers={
+            'X-Sample-Rate': str(wanted.sample_rate), 'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'})
+
+    @app.post(_SPEECH, response_class=Response, openapi_extra=body)
+    async def speech(request: Request):
+        wanted, sound, _ = await begin(request, _read_request(request))
+        if wanted.stream_format == 'sse':
+            return answer(wanted, _events(sound, wanted, request.scope['notes']), 'text/event-stream')
+        return answer(wanted, sound, _FORMATS[wanted.response_format][0])
+
+    @app.post(_ELEVENLABS + '{voice}', response_class=Response)
+    @app.post(_ELEVENLABS + '{voice}/stream', response_class=Response)
+    async def elevenlabs(request: Request, voice: str):
+        wanted, sound, _ = await begin(request, _read_elevenlabs(request, voice))
+        return answer(wanted, sound, _FORMATS[wanted.response_format][0])
+
+    @app.post(_ELEVENLABS + '{voice}/with-timestamps')
+    async def timed(request: Request, voice: str):
+        asked = await _read_elevenlabs(request, voice)
+        async def read(): return asked.model_copy(update={'response_format': 'wav'})
+        _, sound, pieces = await begin(request, read())
+        async with aclosing(sound): wav = b''.join([part async for part in sound])
+        language = pieces[0][0].language if pieces else service.language
+        times = await run_sync(_timed, wav, asked.input, language)
+        audio = base64.b64encode(await run_sync(_encoded, wav, asked)).decode()
+        return {'audio_base64': audio, 'alignment': times, 'normalized_alignment': times}
+
+    @app.websocket(_ELEVENLABS + '{voice}/stream-input')
     async def text_stream(socket: WebSocket, voice: str): await _speak_stream(service, socket, voice)
+
+    @app.get('/v1/voices')   # as ElevenLabs lists them
+    def voice_list(): return {'voices': [{'voice_id': name, 'name': name} for name in service.voices()]}
 
     @app.get('/v1/audio/voices')
     def voices():
@@ -961,7 +1062,8 @@ def serve(
     most = min(connections, _raise_file_limit(4 * connections) // 2)
     protocol = partial(_Connection, most=most, request_seconds=request_seconds)
     config = uvicorn.Config(_speech_app(service, log), http=protocol, ws='websockets-sansio',
-                            ws_max_size=_BODY_BYTES, lifespan='off', log_level='warning',
+                            ws_max_size=_BODY_BYTES, ws_ping_timeout=None,   # a slow reader's pong is late
+                            lifespan='off', log_level='warning',
                             timeout_graceful_shutdown=2)
     name = f'[{host}]' if ':' in host else host
     ready(f'http://{name}:{listener.getsockname()[1]}')

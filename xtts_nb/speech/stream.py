@@ -541,7 +541,7 @@ class Engine:
         self.speaker, self.sample_rate = speaker, speaker.sample_rate
         self.rows, self._waiting, self._speaking = SpeechRows(speaker, rows, chunk, widths), [], {}
         self._changed, self._turn = threading.Condition(), threading.Condition()
-        self._makers, self._sounding = [], 0   # waiting and active decoders
+        self._makers, self._sounding, self._cores = [], 0, cores()   # waiting and active decoders
         self._start()
 
     def _start(self):
@@ -571,7 +571,7 @@ class Engine:
         "Context manager for decoding: one per core, earliest deadline first."
         with self._turn:
             self._makers.append(me := [due])
-            self._turn.wait_for(lambda: self._sounding < cores() and me is min(self._makers))
+            self._turn.wait_for(lambda: self._sounding < self._cores and me is min(self._makers))
             self._makers.remove(me)
             self._sounding += 1
             self._turn.notify_all()

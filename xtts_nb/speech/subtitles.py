@@ -6,13 +6,13 @@
 __all__ = ['ENDINGS', 'TimedWord', 'timed_words', 'write_subtitles']
 
 # %% ../../nbs/speech/subtitles.ipynb #02713ed5
+import html
 import json
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pysubs2
 
 from ..config import UserError
 from xtts_nb.data.align import (
@@ -36,7 +36,7 @@ def _words_of(fit: Fit, text: str, starts: list[int], speech: Speech, model: Tex
     def ends(frame):   # of what is said before a frame
         pause = speech.pause[frame]
         return speech.pauses[pause][0] if pause >= 0 else speech.times[frame - 1] + FRAME / 2
-    texts = [text[a:b].strip() for a, b in pairwise([*starts, len(text)])]
+    texts = [text[a:b].strip() for a, b in pairwise([0, *starts[1:], len(text)])]   # a dash or « too
     return [TimedWord(word, round(float(begin), 3), round(float(max(begin, ends(b))), 3), bool(b == end))
             for word, (a, b) in zip(texts, pairwise(at)) for begin in [speech.times[a] - FRAME / 2]]
 
@@ -68,6 +68,10 @@ def _lines(words: list[TimedWord]) -> list[list[TimedWord]]:
         lines[-1].append(word)
     return lines
 
+def _clock(seconds: float, vtt: bool) -> str:
+    left, ms = divmod(round(1000 * seconds), 1000)
+    return f'{left // 3600:02}:{left // 60 % 60:02}:{left % 60:02}{"." if vtt else ","}{ms:03}'
+
 def write_subtitles(
     words: list[TimedWord],
     path: str | Path,   # with one of `ENDINGS`; .json has each word
@@ -77,10 +81,9 @@ def write_subtitles(
     if path.suffix == '.json':
         text = json.dumps([word._asdict() for word in words], ensure_ascii=False, indent=1)
     else:
-        ms = lambda s: round(1000 * s)
-        events = [pysubs2.SSAEvent(ms(line[0].begin), ms(line[-1].end), ' '.join(w.text for w in line))
-                  for line in _lines(words)]
-        subtitles = pysubs2.SSAFile()
-        subtitles.events = events
-        text = subtitles.to_string(path.suffix[1:])
+        vtt = path.suffix == '.vtt'
+        shown = lambda line: html.escape(line, quote=False) if vtt else line
+        cues = [f'{i}\n{_clock(line[0].begin, vtt)} --> {_clock(line[-1].end, vtt)}\n'
+                f'{shown(" ".join(word.text for word in line))}\n' for i, line in enumerate(_lines(words), 1)]
+        text = '\n'.join(['WEBVTT\n'] * vtt + cues)
     with atomic_file(path) as part: part.write_text(text, encoding='utf-8')
