@@ -49,7 +49,7 @@ def test_what_is_reported_of_what_the_rules_find(monkeypatch):
     found, notes = asked(monkeypatch, ValueError('odd'), sure)
     assert [f.cause for f in found] == ['sure'] and notes == [
         'find_it could not be examined: ValueError: odd',
-        'of the 0.6 s that were watched: Python 89%, waiting for batches 11%']
+        'time in the 0.6 s observed: Python 89%, waiting for batches 11%']
 
 @pytest.mark.parametrize('share, cause', [(.39, None), (.41, 'waiting for batches')])
 def test_a_large_part_without_a_known_cause_is_located(monkeypatch, share, cause):
@@ -63,7 +63,7 @@ def test_a_program_that_is_too_short_is_not_judged(monkeypatch, looks, seconds, 
     monkeypatch.setattr(page, 'steady_part', lambda watch: _Seen(watch, 0., seconds, ('call', LINE), []))
     found, notes = explain(watched(['graph'] * looks))
     assert found == [] and (page._TOO_SHORT in notes[0]) is not judged
-    assert page._finding_lines(found, notes)[0] == ('Nothing to fix.' if judged else 'Not judged.')
+    assert page._finding_lines(found, notes)[0] == ('Nothing to fix.' if judged else 'No diagnosis.')
 
 SCRIPT = '''
 import sys

@@ -43,7 +43,7 @@ def test_its_own_alarm_stays(tmp_path):
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 @pytest.mark.parametrize('code, exit_code', [
-    ('sys.exit()', 0), ('sys.exit(3)', 3), ('sys.exit("no rows")', 1)])
+    ('sys.exit()', 0), ('sys.exit(3)', 3), ('sys.exit("no rows")', 1), ('sys.exit(["no rows"])', 1)])
 def test_it_exits_as_it_would(tmp_path, capfd, code, exit_code):
     trained = STEPS + f'import sys\nfor _ in range(9): x = f(x)\n{code}\n'
     assert run(tmp_path, trained, 60.).exit_code == exit_code
@@ -54,6 +54,28 @@ def test_it_exits_as_it_would(tmp_path, capfd, code, exit_code):
 def test_it_may_choose_its_backend_only_alone(tmp_path):
     with pytest.raises(UserError, match='KERAS_BACKEND=jax: only'):
         run(tmp_path, 'import os\nos.environ["KERAS_BACKEND"] = "jax"\nraise ValueError')
+
+def test_it_finds_its_files_and_passes_any_argument(tmp_path, monkeypatch):
+    "Through a link, by a relative path and after a change of the folder."
+    (tmp_path / 'real').mkdir()
+    (tmp_path / 'real' / 'rate.py').write_text('RATE = 2.')
+    (tmp_path / 'real' / 'train.py').write_text(
+        f'{STEPS}import os, rate\nos.chdir("/")\nprint(open(__file__).read()[:6])\ndef step(x, names):\n'
+        '    with tf.GradientTape() as tape: return tf.nn.relu(x) * rate.RATE\n'
+        'for _ in range(99): step(x, {1: "a", "b": 2})\n')
+    (tmp_path / 'train.py').symlink_to(tmp_path / 'real' / 'train.py')
+    monkeypatch.chdir(tmp_path)
+    assert not watch_script('train.py').exit_code
+
+class Unfreeze(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 8: self.model.make_train_function(force=True)
+
+def test_a_step_that_a_callback_makes_again_stays():
+    model, mine = keras.Sequential([keras.layers.Dense(1)]), Diagnose(steps=10, warm=2, report=None)
+    model.compile('sgd', 'mse')
+    model.fit(np.ones((40, 2)), np.ones(40), 8, 12, verbose=0, callbacks=[mine, Unfreeze()])
+    assert mine.phases and model.train_function not in (mine.phases, mine.phases.whole)
 
 def test_fit_takes_what_it_takes(tmp_path, capsys):
     run(tmp_path, 'import keras\nimport numpy as np\nmodel = keras.Sequential([keras.layers.Dense(1)])\n'

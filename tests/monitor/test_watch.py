@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from watched import calls, LINE, OTHER, seen, watched
+from watched import calls, LINE, OTHER, passes, seen, watched
 from xtts_nb.monitor import seen as trials, watch as page
 from xtts_nb.monitor.loop import TF_FUNCTION
 from xtts_nb.monitor.leave_out import _variables_put_back
@@ -229,3 +229,10 @@ def test_a_step_is_judged_by_a_whole_batch():
         x = trials._compiled_call(part).args[0]
         return x.shape[0], float(x[0, 0])
     assert rows(32, 10) == (32, 1.) and rows(32, 32) == (32, 2.) and rows(10, 32) == (32, 2.)
+    part = seen(['graph'] * 9, calls('call', 9), last={('call', LINE): (step, '', (np.ones((4, 2)),), {})})
+    assert tf.is_tensor(trials._compiled_call(part).args[0])   # so that a trial can repeat its rows
+
+def test_datasets_that_take_turns_are_not_new():
+    a, b = (tf.data.Dataset.range(n).cache() for n in (2, 3))
+    both, anew = passes([a, b] * 5), passes([tf.data.Dataset.range(2).cache() for _ in range(5)])
+    assert (both.sources, both.caches, anew.sources, anew.caches) == (2, 2, 5, 5)

@@ -7,14 +7,12 @@ __all__ = ['measured_gain', 'Measured', 'Diagnosis', 'diagnose', 'apply_fixes']
 
 # %% ../../nbs/monitor/diagnose.ipynb #728bdc97
 import itertools
-import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import tensorflow as tf
 
 from ..bench import _Arm, compare
@@ -23,7 +21,7 @@ from .graph_rules import _NO_XLA
 from .input_rules import _repeat_if_finite
 from .leave_out import Call
 from .loop import (
-    _batch_of_each_shape, _batch_rows, _change_host_part, first_batches, first_step, period, run_iterations)
+    _batch_of_each_shape, _batch_rows, first_batches, first_step, period, run_iterations)
 from .preflight import preflight
 from .program import _explained, _ranked, _without_findings
 from .seen import _compiled_call, Finding, _MIN_GAIN, ms, _Seen
@@ -137,51 +135,21 @@ def _measure(dataset, step, seen: _Seen, resident: list, first: float, batches: 
     return Measured(watched=seen.seconds / max(1, len(seen.steps)), first=first,
                     rows=_batch_rows(resident[0]), **times)
 
-# %% ../../nbs/monitor/diagnose.ipynb #f068f60d
-def _pad_to_few_shapes(
-    dataset,
-    resident: list,     # some batches, to know their lengths
-    lengths: int = 4,   # number of lengths, up to the longest
-):
-    "The dataset zero-padded on variable axes to multiples, which leaves few shapes."
-    longest = [np.max([b.shape for b in same], 0) for same in zip(*(tf.nest.flatten(b) for b in resident))]
-    def pad(x, spec, longest):
-        unit = [max(1, math.ceil(n / lengths)) if axis is None else 1 for n, axis in zip(longest, spec.shape)]
-        have = tf.shape(x)
-        return tf.pad(x, tf.stack([tf.zeros_like(have), -have % unit], 1)) if len(unit) else x
-    def change(host):
-        specs = tf.nest.flatten(host.element_spec)
-        def padded(*batch):
-            batch = batch[0] if len(batch) == 1 else batch
-            flat = [pad(x, spec, n) for x, spec, n in zip(tf.nest.flatten(batch), specs, longest)]
-            return tf.nest.pack_sequence_as(batch, flat)
-        return host.map(padded, num_parallel_calls=2).prefetch(2)
-    return _change_host_part(dataset, change)
-
 # %% ../../nbs/monitor/diagnose.ipynb #d397752b
-def _merge_batches(dataset, times: int):
-    "The dataset with `times` batches merged into one."
-    join = lambda x: tf.reshape(x, [-1, *x.shape[2:]])
-    joined = lambda *b: tf.nest.map_structure(join, b[0] if len(b) == 1 else b)
-    return _change_host_part(dataset, lambda host: host.batch(times, drop_remainder=True).map(
-        joined, num_parallel_calls=2).prefetch(2))
+_ALTERS = {**dict.fromkeys(('variable shapes', 'compiled again for each shape'),
+                           'zeros at the end of its batches, which a step without a mask learns from'),
+           'tiny batch': 'the batch size'}   # cause: effect of its fix on learning
 
-_PADDED = (lambda d, s, some: (_pad_to_few_shapes(d, some), s),
-           'zeros at the end of its batches, which a step without a mask learns from')
-_FIXES = {   # cause: (dataset, step, some batches) -> fixed dataset and step; effect on learning
-    'variable shapes': _PADDED, 'compiled again for each shape': _PADDED,
-    'tiny batch': (lambda d, s, some: (_merge_batches(d, 4), s), 'the batch size'),
-    'step not compiled': (lambda d, s, some: (d, tf.function(s)), '')}
+def _with_fix(f: Finding) -> Finding:
+    "A finding with its fix, if it can be applied from outside, and the fix's effect on learning."
+    if f.cause == 'step not compiled': f = replace(f, apply=lambda d, s: (d, tf.function(s)))
+    return replace(f, alters=_ALTERS.get(f.cause, ''))
 
-def _with_fix(f: Finding, resident: list) -> Finding:
-    "A finding with its fix, if it can be applied from outside."
-    if f.apply or f.cause not in _FIXES: return f
-    change, alters = _FIXES[f.cause]
-    return replace(f, apply=lambda d, s: change(d, s, resident), alters=alters)
+def _can_try(f: Finding) -> bool: return bool(f.gain >= _MIN_GAIN and f.apply and not f.alters)
 
 def _try_fix(f: Finding, dataset, step, batches: int, seconds: float, notes: list) -> Finding | None:
     "The finding with its fix's gain, if it can be tried; None without a clear gain."
-    if f.gain < _MIN_GAIN or not f.apply or f.alters: return f
+    if not _can_try(f): return f
     try:
         changed = f.apply(dataset, step)
         if changed[0] is None: return f
@@ -265,13 +233,15 @@ def diagnose(
     call = _compiled_call(seen)
     if call and first < _SHORT_COMPILE and hasattr(call.function, 'get_concrete_function'):
         found += seen.ask(_NO_XLA, call, seen.part('graph'))
-    found = [_with_fix(_limited(f, m.at_most['input']), resident) for f in found]
+    found = [_with_fix(_limited(f, m.at_most['input'])) for f in found]
     budget, left = min(2., max(8, batches) * m.loop), seconds + 10.
-    tried = [_try_fix(f, dataset, step, batches, budget, notes) if time.perf_counter() - start < left else f
-             for f in found]
-    if time.perf_counter() - start > left and any(f.apply for f in found):
-        notes.append('fixes for which no time was left were not tried; raise `seconds`.')
-    notes += [*_about_times(m, seen), *seen.ask(_on_a_gpu)]
+    tried = []
+    for f in found:
+        late = time.perf_counter() - start > left
+        if late and _can_try(f):
+            notes.append(f'{f.cause}: no time was left to try the fix; allow more seconds.')
+        tried.append(f if late else _try_fix(f, dataset, step, batches, budget, notes))
+    notes += [*_about_times(m), *seen.ask(_on_a_gpu)]
     notes += [n for n in dict.fromkeys(seen.notes) if n not in notes]
     clear = [f for f in tried if f and (f.gain >= _MIN_GAIN or f.only_on_gpu)]
     findings = [_without_place(f, place) for f in _ranked(clear)]
@@ -291,18 +261,11 @@ def _without_place(f: Finding, place) -> Finding:
     "Drop the line that calls `diagnose`, which is not part of the training."
     return replace(f, place='', line='') if f.place == str(place) else f
 
-def _about_times(m: Measured, seen: _Seen) -> list[str]:
+def _about_times(m: Measured) -> list[str]:
     "Notes that explain the times."
-    out, traced = [], [e for e in seen.watch.events if e.kind == 'call' and e.traced and not e.new]
-    if abs(m.watched / m.loop - 1) > .15:
-        out.append(f'an iteration took {ms(m.watched)} while it was watched, and {ms(m.loop)} in the '
-                   'comparison: limits are as uncertain.')
-    if traced:
-        each = ms(sum(e.seconds for e in traced) / len(traced))
-        out.append(f'{len(traced)} times, the first steps included, a function of the step was traced again '
-                   f'for another shape or Python value, {each} each. One that was seen before costs nothing; '
-                   'each new one costs this time again.')
-    return out
+    if abs(m.watched / m.loop - 1) <= .15: return []
+    return [f'an iteration took {ms(m.watched)} while it was watched, and {ms(m.loop)} in the comparison: '
+            'treat the limits as equally uncertain.']
 
 _NOT_NOTED = 'float64 product', 'float32 product', 'layout'   # kinds that are tried, or that only a GPU has
 
@@ -339,19 +302,18 @@ def apply_fixes(
     batches: int = 24,
     seconds: float = 4.,      # per run
     say=print,                # receives a line per fix
-    change_learning: bool = False,   # also try fixes that affect learning, such as a larger batch
 ) -> tuple:                   # (dataset, step, list of trials)
     "Try the fixes one by one and keep those that are clearly faster."
     trials = []
     for f in findings:
-        gain, kept, error, alters = None, False, '', '' if change_learning else f.alters
+        gain, kept, error = None, False, ''
         try:
-            changed = f.apply(dataset, step) if f.apply and not alters else None
+            changed = f.apply(dataset, step) if f.apply and not f.alters else None
             if changed and changed[0] is not None:
                 times = _compare_loops({'now': (dataset, step), 'then': changed}, batches, seconds)
                 gain, kept = measured_gain(times['now'], times['then'])
         except Exception as e: error = type(e).__name__   # try the others
         if kept: dataset, step = changed
-        trials.append(_FixTrial(f.cause, f.fix, f.gain, gain, kept, error, alters))
+        trials.append(_FixTrial(f.cause, f.fix, f.gain, gain, kept, error, f.alters))
         say(trials[-1].line())
     return dataset, step, trials

@@ -608,7 +608,9 @@ class FitPhases:
 
     def arm(self):
         "Time the next step; call it before each, so that an error in between leaves no patch."
-        if self.model is not None: self.model.train_function = self
+        if self.model is None: return
+        if self.model.train_function in (self.whole, self): self.model.train_function = self
+        else: self.end()   # a callback has made a new one
 
     def __call__(self, iterator):
         self.model.train_function = self.whole
@@ -621,7 +623,8 @@ class FitPhases:
 
     def end(self):
         if self.model is None: return
-        self.model.train_function, self.model = self.whole, None
+        if self.model.train_function is self: self.model.train_function = self.whole
+        self.model = None
         self.intervals.close()
 
 def _without_optional(x):

@@ -287,42 +287,29 @@ def _traces_of_one(seen: _Seen, share: float, left: float, place: _Place | None,
         'dataset.padded_batch(size, padded_shapes=...)   # or bucket_by_sequence_length', left)]
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a0f021
-def _fit_compiled_again(seen: _Seen) -> list[Finding]:
-    "The same for the step of `fit`."
-    if seen.loop[0] != 'fit' or not (fit := seen.fit): return []
-    if not fit.model.jit_compile or fit.one is None or not seen.steps: return []
-    if len({*fit.shapes}) < .3 * len(fit.shapes): return []
-    each = statistics.mean(e.seconds for e in seen.steps) - fit.wait_seconds
-    known = tried(partial(fit.one, fit.batch))
-    if known is None: return []
-    share = each * len(seen.steps) / seen.seconds
-    if known > .4 * each or share < .2: return []
-    return [finding(
-        seen, 'compiled again for each shape',
-        f'{len(fit.shapes)} batches of fit have {len({*fit.shapes})} shapes, and a step takes {ms(each)}, '
-        f'one with a shape that XLA knows {ms(known)}: XLA compiles for each new shape',
-        f'{_FEW_SHAPES}, or leave jit_compile out',
-        share, seen.loop[1], 'dataset.padded_batch(size, padded_shapes=...)', known / each, timed=True)]
-
 def find_compiled_again(seen: _Seen) -> list[Finding]:
     "Calls that XLA recompiles per shape without a retrace."
-    if found := _fit_compiled_again(seen): return found
+    some, fit = [], seen.fit if seen.loop[0] == 'fit' else None   # place, shapes, seconds, last call again
+    if fit and fit.model.jit_compile and fit.one is not None:
+        some.append((seen.loop[1], fit.shapes, [e.seconds - fit.wait_seconds for e in seen.steps],
+                     lambda: tried(partial(fit.one, fit.batch))))
     for (kind, place), shapes in seen.watch.shapes.items():
-        some = [e for e in seen.events if e.kind == kind and e.place == place and not e.traced]
-        share = sum(e.seconds for e in some) / seen.seconds
-        if not _is_compiled(seen.watch.last[kind, place][0]) or len(some) < 4: continue
-        if share < .2 or len(shapes) < .3 * len(some): continue
-        known = again(seen, place)
-        each = statistics.mean(e.seconds for e in some)
+        calls = [e.seconds for e in seen.events if (e.kind, e.place) == (kind, place) and not e.traced]
+        if len(calls) >= 4 and _is_compiled(seen.watch.last[kind, place][0]):
+            some.append((place, shapes, calls, partial(again, seen, place)))
+    for place, shapes, calls, repeat in some:
+        share, different = sum(calls) / seen.seconds, len({*shapes})
+        count = len(shapes) if fit and shapes is fit.shapes else len(calls)
+        if share < .2 or different < .3 * count: continue
+        each, known = statistics.mean(calls), repeat()
         if known is None or known > .4 * each: continue
         return [finding(
             seen, 'compiled again for each shape',
-            f'{len(some)} calls with {len(shapes)} shapes take {ms(each)} each, one with a '
-            f'known shape takes {ms(known)}: XLA compiles for each new shape, though the function is traced '
-            'only once',
+            f'{count} calls with {different} shapes take {ms(each)} each, one with a known shape takes '
+            f'{ms(known)}: XLA compiles for each new shape, though the function is traced only once',
             f'{_FEW_SHAPES}, or leave jit_compile out',
             share, place, 'dataset.padded_batch(size, padded_shapes=...)   # or bucket_by_sequence_length',
-            min(1., known * len(some) / (share * seen.seconds)), timed=True)]
+            min(1., known / each), timed=True)]
     return []
 
 # %% ../../nbs/monitor/loop_rules.ipynb #b0a1000d

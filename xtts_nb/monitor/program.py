@@ -46,7 +46,7 @@ _SPENT = {   # kinds of stack samples: name, and the limit if one dominates
     'input': ('waiting for batches', 'the pipeline, and the cores and the disk that it has'),
     'eager': ('operations started one by one', 'what they compute, and their start'),
     'own': ('Python', 'Python'), 'numpy': ('NumPy', 'NumPy, on one core'),
-    'trace': ('tracing and compiling', 'tracing, which a longer run feels less'),
+    'trace': ('tracing and compiling', 'tracing, which matters less in a longer run'),
     'convert': ('making tensors of arrays and lists', 'the memory'),
     'fetch': ('reading results', 'the device, for whose results the loop waits'),
     'save': ('saving', 'the disk'), 'summary': ('summaries', 'the disk'),
@@ -59,7 +59,7 @@ def _time_spent(seen: _Seen, nothing_found: bool) -> str:
     most = sorted(((kind, s) for kind, s in seen.parts.items() if s >= .005), key=lambda pair: -pair[1])
     parts = ', '.join(f'{_SPENT[kind][0]} {share:.0%}' for kind, share in most)
     limit = f'; the limit is {_SPENT[most[0][0]][1]}' if nothing_found and most else ''
-    return f'of the {seen.seconds:.1f} s that were watched: {parts}{limit}'
+    return f'time in the {seen.seconds:.1f} s observed: {parts}{limit}'
 
 # %% ../../nbs/monitor/program.ipynb #b0a10013
 _PROGRAM_RULES = (   # the first rule for a line wins, unless a later one gains twice as much
@@ -73,7 +73,7 @@ _INSIDE_FIT = (   # for a `fit` called in a loop, if the loop has no findings
     find_in_graph, find_few_threads, find_python_input, find_slow_input, find_tiny_steps)
 
 FEW_LOOKS, MOMENT = 20, .5   # samples, s; below both there is no report
-_TOO_SHORT = 'the program was too short to be judged'
+_TOO_SHORT = 'the program ran too briefly to diagnose'
 _NO_LOOP = 'no training was seen'
 _UNTIMED = 'how long fit waits for its batches was not measured'
 
@@ -84,8 +84,9 @@ def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
 
 def _explained(seen: _Seen) -> tuple[list[Finding], list[str]]:
     if len(seen.looks) < FEW_LOOKS and seen.seconds < MOMENT:   # the GIL may delay samples
-        return [], [f'only {len(seen.looks)} looks: {_TOO_SHORT}; let it train for longer']
-    notes = [f'only {len(seen.looks)} looks: the program was too short to be sure'] * (len(seen.looks) < 40)
+        return [], [f'only {len(seen.looks)} stack samples: {_TOO_SHORT}; let it train for longer']
+    few = len(seen.looks) < 40
+    notes = [f'only {len(seen.looks)} stack samples: the program ran too briefly to be sure'] * few
     notes += _not_measured(seen)
     _failed.clear()
     found = _asked(_PROGRAM_RULES, seen, notes)
@@ -121,8 +122,8 @@ def _not_measured(seen: _Seen) -> list[str]:
     if seen.watch.fits and not seen.watch.windows and seen.loop[:1] == ('call',):
         out.append(f'{_UNTIMED}: it was watched for too short a time; give a larger --seconds')
     if lacking := seen.watch.missing:
-        out.append(f'TensorFlow {tf.__version__} with Keras {keras.__version__} lacks what this looks at: '
-                   f'{", ".join(lacking)}')
+        out.append(f'TensorFlow {tf.__version__} with Keras {keras.__version__} lacks internals that the '
+                   f'diagnosis needs: {", ".join(lacking)}')
     if size > _free_memory():
         out.append(f'the variables of the program take {size / 1e9:.1f} GB, and a trial needs as much again, '
                    'which is not free: nothing inside the step was tried')
@@ -335,6 +336,7 @@ def _other_backend(name: str) -> UserError:
                      'without diagnose, or with that backend.')
 
 _exit_codes = []   # of a script watched to its end
+_THREAD_SECONDS = 5.   # for a script's other threads
 
 def _leave():
     "End the process immediately if a script was watched to its end."
@@ -348,11 +350,13 @@ def _leave_at_exit():
     atexit.register(_leave)
 
 def _leave_with(code: int):
-    "End the process with the main thread, whatever non-daemon threads the script has."
+    "End the process soon after the main thread, whatever non-daemon threads the script has."
     _exit_codes.append(code)
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     def leave():
         threading.main_thread().join()
+        end = time.monotonic() + _THREAD_SECONDS
+        for thread in others: thread.join(max(0., end - time.monotonic()))   # may still save something
         _leave()
     if others: threading.Thread(target=leave, daemon=True).start()
 
@@ -368,12 +372,12 @@ def watch_script(
     if (backend := keras.backend.backend()) != 'tensorflow': raise _other_backend(backend)
     _refuse_other_backends()
     argv, search, watch = sys.argv, sys.path[:], Watch()
-    sys.argv, sys.path[:] = [str(path), *arguments], [str(path.parent.resolve()), *sys.path]
+    sys.argv, sys.path[:] = [str(path), *arguments], [str(path.resolve().parent), *sys.path]
     watch.limit = seconds
     _watching.append(watch)
     try:
         with _as_python_would(), watch, _every_fit_watched(watch):
-            runpy.run_path(str(path), run_name='__main__')
+            runpy.run_path(str(path.absolute()), run_name='__main__')
     except SystemExit as e: _check_exit(path, watch, e.code)
     except UserError: raise
     except (Exception, KeyboardInterrupt) as e:   # native code may change the error
@@ -388,7 +392,7 @@ def watch_script(
 def _check_exit(path: Path, watch: Watch, code):
     "Raise `UserError` if a script failed by itself before training."
     watch.exit_code = code if isinstance(code, int) else int(code is not None)
-    if isinstance(code, str): print(code, file=sys.stderr)
+    if code is not None and not isinstance(code, int): print(code, file=sys.stderr)
     if watch.exit_code and not steady_part(watch).steps:
         raise UserError(f'{path}: ended with exit code {watch.exit_code} before it trained; see its last '
                         'lines above.')
@@ -396,7 +400,7 @@ def _check_exit(path: Path, watch: Watch, code):
 def _without_findings(notes: list[str]) -> str:
     "The text without findings."
     unknown = any(reason in note for note in notes for reason in (_TOO_SHORT, _NO_LOOP, _UNTIMED))
-    return 'Not judged.' if unknown else 'Nothing to fix.'
+    return 'No diagnosis.' if unknown else 'Nothing to fix.'
 
 def _finding_lines(findings: list[Finding], notes: list[str]) -> list[str]:
     "Lines of text."

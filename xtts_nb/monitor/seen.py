@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+import tensorflow as tf
+
 from .leave_out import Call, tried
 from .loop import _batch_rows
 from .watch import _LOOP_KINDS, _Place, _reads_iterator, _SHAPED, Watch
@@ -145,7 +148,11 @@ def _compiled_call(seen: _Seen) -> Call | None:
     rows, early = (lambda given: _batch_rows([list(given[0]), given[1]]) or 0), seen.watch.early.get(key)
     # the last batch may be partial
     if early and rows(early) > rows((args, kwargs)): args, kwargs = early
+    args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))   # rows of arrays too
     return Call(function, args, kwargs)
+
+def _as_tensor(x):
+    return tf.convert_to_tensor(x) if isinstance(x, np.ndarray) and x.dtype != object else x
 
 def _datasets_of(seen: _Seen, own: bool = True) -> list:
     "The pipelines that the main loop reads, else all; `own`: without Keras's own for arrays."

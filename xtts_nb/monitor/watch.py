@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from types import FunctionType
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
@@ -53,7 +53,7 @@ def _installed(paths: list[str]) -> set[str]:
     out = set()
     for d in distributions(path=paths):
         lines = (d.read_text('RECORD') or '').splitlines()
-        names = {line.partition(',')[0].partition('/')[0] for line in lines} - {'..'}
+        names = {line.partition(',')[0].partition('/')[0] for line in lines} - {'..', ''}
         out |= {str(d.locate_file(name)) for name in names if not name.endswith('.dist-info')}
     return out
 
@@ -206,15 +206,16 @@ class _Passes:
     last: tf.data.Dataset | None = None
     total: int = 0
     alike: int = 0     # consecutive ones over the last dataset
-    sources: int = 0   # how often the source changed between passes
+    sources: int = 0   # how often a source was new
     caches: int = 0    # the same for cache()
+    known: WeakSet = field(default_factory=WeakSet)   # stages
 
     def add(self, dataset):
         if dataset is not self.last:
-            now, before = _chain(dataset), _chain(self.last)
-            self.sources += now[-1:] != before[-1:]
-            caches = lambda some: [d for d in some if 'Cache' in type(d).__name__]
-            self.caches += bool(caches(now)) and caches(now) != caches(before)
+            stages = _chain(dataset)
+            self.sources += any(d not in self.known for d in stages[-1:])
+            self.caches += any(d not in self.known for d in stages if 'Cache' in type(d).__name__)
+            self.known.update(stages)
             self.alike = 0
         self.last, self.total, self.alike = dataset, self.total + 1, self.alike + 1
 
@@ -352,7 +353,8 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
             return original(first, *args, **kwargs)
         if kind == 'evaluate' and not _is_users(sys._getframe(2).f_code.co_filename):   # of `fit`
             return original(first, *args, **kwargs)
-        if self._wanted: self._keep_function(sys._getframe(2))
+        if self._wanted:
+            with suppress(Exception): self._keep_function(sys._getframe(2))
         event = Event(kind, _place_of(sys._getframe(2)), time.perf_counter(), name=name)
         if kind == 'call': before = self._before_call(event, first)
         if kind == 'variable': event.device = context().device_name or ''
