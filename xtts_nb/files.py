@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -180,7 +181,7 @@ def _settle(home: Path, path: Path, replace: bool | Callable):
             os.rename(new, path)
     except (OSError, UserError) as e:
         kept = _keep(ready if ready.is_dir() else new, home.parent / path.name)
-        why = f'{path}: something else is there by now ({e}).' if isinstance(e, OSError) else e
+        why = f'{path}: another program wrote there meanwhile ({e}).' if isinstance(e, OSError) else e
         raise UserError(f'{why} What was made is kept in {kept}.') from e
     _sync(home.parent)
     if not (callable(replace) and old.is_dir() and any(_tree_names(old))): return
@@ -548,6 +549,10 @@ def _raise_file_limit(wanted: int) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
     return wanted if soft == resource.RLIM_INFINITY else soft
+
+def _sigterm_with_parent():
+    "On Linux, this process receives SIGTERM when its parent ends, even if killed."
+    with suppress(AttributeError): ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 def _listener(host: str, port: int) -> socket.socket:
     "A listening socket; raises `UserError` on failure."

@@ -9,6 +9,7 @@ __all__ = ['BEFORE', 'BETWEEN', 'AFTER', 'picture', 'player', 'heading', 'facts'
 # %% ../nbs/base/report.ipynb #2e902703
 import base64
 import html
+import mimetypes
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,9 @@ def picture(
     return f'<img alt="{html.escape(label, quote=True)}" src="data:image/png;base64,{data}">'
 
 def player(path: str | Path, label: str) -> str:
-    "A wav file as an inline player."
-    data = base64.b64encode(Path(path).read_bytes()).decode()
-    audio = f'<audio controls src="data:audio/wav;base64,{data}"></audio>'
+    "An audio file as an inline player."
+    data, kind = base64.b64encode(Path(path).read_bytes()).decode(), mimetypes.guess_type(path)[0]
+    audio = f'<audio controls src="data:{kind};base64,{data}"></audio>'
     return f'<figure><figcaption>{html.escape(label)}</figcaption>{audio}</figure>'
 
 # %% ../nbs/base/report.ipynb #dbb5865c

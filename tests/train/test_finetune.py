@@ -390,7 +390,7 @@ def test_free_memory_of_a_card(card):
 
 @pytest.mark.parametrize('cards, why', [
     (UserError('NVML: Driver Not Loaded; load it'), 'NVML: Driver Not Loaded'), ([], 'knows no card'),
-    ([GPU(0, 'A card', memory_used=5)], 'does not tell its memory')])
+    ([GPU(0, 'A card', memory_used=5)], 'does not report its memory')])
 def test_where_the_memory_is_unknown_training_continues_and_says_so(card, mini, cards, why):
     card.cards = cards
     assert why in check_memory(mini, 48, 40)

@@ -163,13 +163,13 @@ def _profile(
     rounds: option(int, 'Rounds to measure; each times every part once.', min=1) = 7,
 ):
     "Profile a training step: placement, forward and backward, memory, and a trace for TensorBoard."
+    start()
     from xtts_nb.config import workspace
     from xtts_nb.data.cache import Cache
     folder = out or workspace().runs / 'profile'
     cache = Cache(data, in_memory=False) if data else None
     settings = load_settings(preset or 'tiny', config) if preset or config or not cache else cache.config
     if cache: cache.read(settings.data.ram_budget)
-    start()
     from xtts_nb.data.native import BatchPlan
     from xtts_nb.files import check_results, has_keys, write_json
     from xtts_nb.models.gpt import GPT
@@ -204,7 +204,7 @@ def _diagnose(
                  **FOLDER) = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,
     batch_size: option(int | None, 'Clips per batch; default: from the settings.', min=1) = None,
-    num_batches: option(int, 'Batches per round of measurements.', min=8) = 24,
+    num_batches: option(int | None, 'Batches per round of measurements; default: 24.', min=8) = None,
     seconds: option(float, 'Seconds for all measurements, approximately.', min=1) = 40.,
     apply: option(bool, 'Try the fixes one by one, keep the faster ones, measure again.',
                   '--apply') = False,
@@ -214,10 +214,12 @@ def _diagnose(
     "Find out why training is slow, what to change, and what that gains."
     from xtts_nb.config import UserError
     if script:
-        return _diagnosed_script(script, seconds, config, data, out, batch_size, apply, change_learning)
+        return _diagnosed_script(script, seconds, config, data, out, batch_size, num_batches, apply,
+                                 change_learning)
     if out and not apply:
         raise UserError('diagnose: --out is for the settings that --apply finds; give both.')
-    found, text = _diagnosed(config, data, out, batch_size, num_batches, seconds, apply, change_learning)
+    found, text = _diagnosed(config, data, out, batch_size, num_batches or 24, seconds, apply,
+                            change_learning)
     return found.pop('diagnosis') | found, text
 
 # %% ../../nbs/app/cli.ipynb #975587b5

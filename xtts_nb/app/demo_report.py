@@ -41,7 +41,7 @@ def _charts(result: dict, trainer: Trainer, sampler: Sampler) -> list[str]:
     data, step = result['data_before_after'], result['step_before_after']
     return [
         heading('Before and after',
-                'Measured in this run, the arms taking turns; equal outputs were checked first.'),
+                'Measured in this run, the variants run alternately; equal outputs were checked first.'),
         picture(plot_before_after(data, 'Data: the same batches from three pipelines'),
                 'speed of three pipelines'),
         picture(plot_before_after(step, 'Step: the same update, run in three ways'),

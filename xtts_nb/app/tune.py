@@ -21,7 +21,8 @@ from typing import NamedTuple
 from .charts import plot_losses
 from ..config import GPTTraining, read_settings, UserError
 from ..data.cache import file_sha
-from ..files import check_results, check_writable, has_keys, read_json, read_json_lines, write_json
+from ..files import (
+    check_results, check_writable, has_keys, read_json, read_json_lines, _sigterm_with_parent, write_json)
 from ..report import facts, heading, picture, player, write_report
 from ..speech.score_page import scores_table
 from ..train.runs import run_facts
@@ -127,7 +128,8 @@ def _run_stage(words: list[str]) -> dict:
     "Run a command in a child process, with its messages on stderr; returns its result."
     program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *words, '--json']
     with (subprocess.Popen(program, stdout=subprocess.PIPE, text=True, encoding='utf-8',
-                           start_new_session=True) as child,   # gets Ctrl-C only from here
+                           start_new_session=True,   # gets Ctrl-C only from here
+                           preexec_fn=_sigterm_with_parent) as child,
           _catch_sigterm(lambda *_: child.terminate())):
         try: output = child.communicate()[0]
         except KeyboardInterrupt:
@@ -260,7 +262,7 @@ def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # total upd
         other = ('Listen to the model that it began from: does it speak this language?' if begun else
                  'A few minutes of speech are not enough to learn words from scratch; start from a '
                  'trained model, with --model MODEL.')
-        return f'This model says no words yet. {loss} {other}'
+        return f'This model does not produce intelligible words yet. {loss} {other}'
     worse = {'dtw': 'Later models spoke worse', 'loss': 'Later models had a higher loss'}[judge]
     if not falls: return f'{worse}: more updates will hardly help.'
     return f'For more updates, the same tune with --steps {2 * steps}.'
@@ -325,7 +327,7 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
         pieces += [heading('Scores', f'Of held-out sentences{seen}, compared with the recordings and an '
                                      'untrained model.'),
                    scores_table(result['evaluate']['scores'])]
-    pieces += [heading('What was typed'),
+    pieces += [heading('Commands'),
                *(_typed(shlex.join(['xtts-nb', *s['words']])) for s in done.values()),
                heading('Next', f'{found.more} Speak, save a voice, serve:'),
                *map(_typed, _next_commands(done, out, language))]

@@ -71,7 +71,7 @@ def _known_dvae(out: Path, work: Path, key: str) -> Path | None:
 def _learned(clips, work: Path, out: Path, key: str, config: XTTSConfig, say, tell) -> DVAE:
     "The DVAE with this key, trained on `clips` if it does not exist."
     if known := _known_dvae(out, work, key):
-        say(f'{known}: was learned from this corpus with these settings, and is kept.')
+        say(f'{known}: was trained on this corpus with these settings, and is reused.')
         return load_dvae(known, config)
     trained, run = _train_dvae_for(clips, work, config, say, tell)
     trained.save(work / f'learned-{key}.safetensors')

@@ -281,8 +281,7 @@ def _begin_as_first(self: _DistributedTrainer):
     step, bad, since, rate, *length = received[0][0].numpy().tolist()
     self.step, self.bad_in_row, self.since_best = int(step), int(bad), int(since)
     self.length = {key: x if key == 'low' else int(x) for key, x in zip(keys, length) if x >= 0}
-    for update in self.copies.updates:
-        if rate >= 0: update.optimizer.learning_rate = rate
+    if rate >= 0: self.assigned_rate = rate
 
 # %% ../../nbs/train/distributed.ipynb #18d26fa4
 @patch

@@ -124,7 +124,7 @@ def plot_timeline(
     runs: dict[str, Iterable[Span]],   # title -> spans
     devices: dict[str, str] = {},      # noqa: B006 -- of the stages, if known
 ):                                     # matplotlib Figure
-    "Plot which stage worked on which batch in steady state, with the same duration for each run."
+    "Plot which stage worked on which batch (its number) in steady state, equally long for each run."
     from matplotlib.figure import Figure
     runs = {title: list(spans) for title, spans in runs.items()}
     periods = {title: _steady_period(spans) for title, spans in runs.items()}
@@ -136,7 +136,10 @@ def plot_timeline(
             shown = [s for s in some if s.end > begin and s.start < begin + seconds]
             edges = [(max(s.start - begin, 0.), min(s.end - begin, seconds)) for s in shown]
             ax.broken_barh([(left, right - left) for left, right in edges], (place - 0.4, 0.8),
-                           color=[f'C{s.number % 10}' for s in shown])
+                           color=[f'C{s.number % 10}' for s in shown], alpha=0.5)
+            for s, (left, right) in zip(shown, edges):
+                if right - left < 0.02 * seconds: continue   # too narrow for a number
+                ax.text((left + right) / 2, place, f'{s.number}', ha='center', va='center', fontsize=8)
         busy = lambda row: '' if row['busy'] is None else f'\n{row["busy"]:.0%} busy'
         labels = [' '.join(filter(None, (row['name'], row['device']))) + busy(row) for row in rows]
         ax.set(yticks=range(len(stages)), yticklabels=labels, xlim=(0, seconds))

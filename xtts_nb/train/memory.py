@@ -261,7 +261,8 @@ def _free_on_card(card: int) -> tuple[str, int | None]:
     if card >= len(cards):
         return f'GPU {card} (NVML knows no card of this name in CUDA_VISIBLE_DEVICES)', None
     gpu = cards[card]
-    if None in (gpu.memory_total, gpu.memory_used): return f'{gpu.name} (NVML does not tell its memory)', None
+    if None in (gpu.memory_total, gpu.memory_used):
+        return f'{gpu.name} (NVML does not report its memory)', None
     return gpu.name, gpu.memory_total - gpu.memory_used
 
 def _memory_budget(
@@ -292,7 +293,7 @@ def check_memory(
     less = 'training.gpt.finetune lora' if config.training.gpt.finetune == 'whole' else 'a larger machine'
     copy, total = needs['copy for a checkpoint'], sum(needs.values())
     if total - copy - needs['activations'] > room:
-        raise UserError(f'{line}, which cannot suffice; use {less}.')
+        raise UserError(f'{line}, which is not enough; use {less}.')
     if total <= room: return f'{line}.'
     if total - copy <= room:
         return f'{line}: checkpoints are written without a copy, and training waits for the disk meanwhile.'

@@ -19,9 +19,9 @@ from rich.table import Table
 from ..bench import compare, wait_for
 from ..config import PartTraining, UserError
 from ..devices import to_device
-from ..files import atomic_file
 from ..monitor.loop import time_phases
 from ..records import device_name
+from ..report import heading, html_table, write_report
 from .step import compile_step, token_counts, token_losses, total_loss, Update
 
 # %% ../../nbs/train/profile.ipynb #163f7319
@@ -212,7 +212,7 @@ def tables(result: dict) -> dict[str, tuple]:   # {title: (header, rows of text)
             ('part', 'ms', 'share', 'spread', ''),
             [(r['name'], f'{r["ms"]:.2f}', f'{r["share"]:.0%}', f'± {r["spread"]:.0%}',
               '█' * round(20 * r['share'])) for r in result['split']]), **phases,
-        'Memory': (('owner', 'memory', 'how it is known'),
+        'Memory': (('owner', 'memory', 'source'),
                    [(r['owner'], _size(r['bytes']), r['how']) for r in result['memory']])}
 
 # %% ../../nbs/train/profile.ipynb #8eb4f3cf
@@ -239,34 +239,12 @@ def profile_text(result: dict) -> str:
     return '\n\n'.join([title, *parts, *notes, f'The trace: tensorboard --logdir {result["trace"]}'])
 
 # %% ../../nbs/train/profile.ipynb #460a2a5f
-_PAGE_TEMPLATE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-        color-scheme: light dark }}
-h1 {{ font-size: 1.5rem }} h2 {{ font-size: 1.1rem; margin: 2rem 0 .4rem }}
-pre {{ margin: 0; overflow-x: auto }} summary {{ cursor: pointer }} summary h2 {{ display: inline }}
-</style><h1>{title}</h1>{body}</html>"""
-
-def _html(header, rows) -> str:
-    "A table as HTML."
-    code = _drawn(_table(header, rows)).export_html(code_format='{code}', inline_styles=True)
-    return f'<pre>{code}</pre>'
-
-def _profile_page(result: dict) -> str:
-    "The tables as a page, with every variable and op type."
-    body = [f'<h2>{html.escape(title)}</h2>{_html(*table)}' for title, table in tables(result).items()]
-    for title, key in (('Every variable', 'variables'), ('Every kind of operation', 'ops')):
-        rows = result[key]
-        inner = _html(tuple(rows[0]), [tuple(r.values()) for r in rows]) if rows else ''
-        body.append(f'<details><summary><h2>{title}</h2></summary>{inner}</details>')
-    body += [f'<p>Not seen: {html.escape(text)}.</p>' for text in result['unseen']]
-    title = html.escape(f'A training step on {result["device"]}')
-    return _PAGE_TEMPLATE.format(title=title, body=''.join(body))
-
 def write_page(result: dict, path: str | Path) -> Path:
-    "Write the page; raises `UserError` if the path is no HTML file."
-    path = Path(path)
-    if path.suffix.lower() not in ('.html', '.htm'):
-        raise UserError(f'{path}: a page ends in .html; give it such a name.')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as part: part.write_text(_profile_page(result), encoding='utf-8')
-    return path
+    "Write the tables as an HTML page, with every variable and op type."
+    pieces = [heading(title) + html_table(*table) for title, table in tables(result).items()]
+    for title, rows in (('Every variable', result['variables']), ('Every kind of operation', result['ops'])):
+        inner = html_table([*rows[0]], [tuple(r.values()) for r in rows], len(rows)) if rows else ''
+        pieces.append(f'<details><summary>{title}</summary>{inner}</details>')
+    pieces += [f'<p>Not seen: {html.escape(text)}.</p>' for text in result['unseen']]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return write_report(path, f'A training step on {result["device"]}', pieces)

@@ -207,8 +207,8 @@ def _with_older(
     left_out, old_left_out = _kept_apart([(cache, out), (old, old_out)])
     for part, held, left in ((cache, out, left_out), (old, old_out, old_left_out)):
         if more := int((left & ~held).sum()):
-            print(f'{part.folder}: {more} more of {len(part)} clips say what is held out of the other cache, '
-                  'and are not read.', file=sys.stderr)
+            print(f'{part.folder}: {more} more of {len(part)} clips have sentences that are held out of the '
+                  'other cache, and are excluded.', file=sys.stderr)
     parts = (cache, left_out, 1 - mix.share), (old, old_left_out, mix.share)
     shapes = _shared_shapes(parts, data) if mix.share else None
     plan = _Replay(BatchPlan(cache, data, np.flatnonzero(~left_out), keep, encoder, shapes=shapes),

@@ -364,7 +364,11 @@ class Trainer:
 
     @assigned_rate.setter
     def assigned_rate(self, rate: float | None):
-        self.optimizer.learning_rate = rate
+        for optimizer in self._optimizers: optimizer.learning_rate = rate
+
+    @property
+    def _optimizers(self) -> list:   # one per device
+        return [update.optimizer for update in getattr(self.update, 'updates', [self.update])]
 
     @property
     def length(self) -> dict:
@@ -374,8 +378,7 @@ class Trainer:
     @length.setter
     def length(self, known: dict):
         if known == self._length: return
-        for update in getattr(self.update, 'updates', [self.update]):   # one per device
-            optimizer = update.optimizer
+        for optimizer in self._optimizers:
             found = extended_rate(self.training, known, int(optimizer.iterations))
             optimizer.schedule.schedule, self._length = found
 
@@ -473,7 +476,7 @@ def _count_bad(self: Trainer, step: int, bad) -> dict:
         self.bad_in_row = self.bad_in_row + 1 if flag else 0
         if flag:
             clips[number] = self.plan.names(number)
-            print(f'Update {number} was left out: a loss or gradient is not finite. '
+            print(f'Update {number} was skipped: a loss or gradient is not finite. '
                   f'Its clips: {", ".join(clips[number])}.', file=sys.stderr)
         if self.bad_in_row >= self.training.max_bad_steps:
             self.failure = (f'{self.run or "training"}: {self.bad_in_row} updates in a row had a loss or '
