@@ -134,7 +134,7 @@ def test_threads_and_memory_as_given_else_as_the_environment_asks(start, monkeyp
     monkeypatch.setenv('TF_NUM_INTEROP_THREADS', '7')
     monkeypatch.setenv('XTTS_NB_MEMORY_LIMIT', '500')
     assert got() == threads(3, 7) | limited and got(1, cards=0) == threads(1, 1)
-    for value, number in ((None, None), ('', None), ('12', 12), ('0', UserError), ('x', UserError),
+    for value, number in ((None, None), ('', None), ('12', 12), ('0', None), ('x', UserError),
                           ('1.5', UserError)):
         monkeypatch.setenv('A_NUMBER', value or '')
         if number is UserError: pytest.raises(UserError, _environment_number,

@@ -15,6 +15,7 @@ import hashlib
 import math
 import os
 import platform
+import re
 import sys
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -149,12 +150,11 @@ def cores() -> int:
     return max(1, math.ceil(_usable_cores()))
 
 def _environment_number(variable: str) -> int | None:
-    "The positive integer in an environment variable, or None; raises `UserError` for other values."
+    "The positive integer in an environment variable, None for 0; raises `UserError` for other values."
     value = os.environ.get(variable)
     if not value: return None
-    if not (value.isdecimal() and int(value)):
-        raise UserError(f'{variable}={value}: give a positive number or unset it.')
-    return int(value)
+    if not value.isdecimal(): raise UserError(f'{variable}={value}: give a positive number or unset it.')
+    return int(value) or None
 
 # %% ../nbs/00_config.ipynb #e7ed12f1
 def _driver_cards() -> int:
@@ -176,7 +176,7 @@ def _gpu_troubles(
                 "computes on the CPU: pip install 'tensorflow[and-cuda]'; with TF_CPP_MIN_LOG_LEVEL=0 "
                 'TensorFlow names the missing libraries.']
     built = tf.sysconfig.get_build_info().get('cuda_compute_capabilities', [])
-    newest = max((int(name.rpartition('_')[2]) // 10 for name in built), default=math.inf)
+    newest = max((int(re.findall(r'\d+', name)[0]) // 10 for name in built), default=math.inf)
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     return [f'{each.get("device_name", "A GPU")} has compute capability {major}.{minor}, and TensorFlow '
             f'{tf.__version__} is built for {newest}.x at most: XLA may end the process. Use the container '

@@ -31,7 +31,7 @@ from pathlib import Path
 import psutil
 import safetensors
 
-from .config import UserError
+from .config import _control_groups, UserError
 
 # %% ../nbs/base/files.ipynb #f9f925a0
 def _real_place(path: str | Path) -> Path:
@@ -560,6 +560,25 @@ def _listener(host: str, port: int) -> socket.socket:
     try: return socket.create_server((host, port), backlog=2048, family=family)
     except OSError as error:
         raise UserError(f'{host}, port {port}: {error.strerror}; choose another by --port.') from None
+
+# %% ../nbs/base/files.ipynb #70c8515c
+def _room_in_group(group: Path) -> float:
+    "Free bytes of a cgroup (v1 or v2); the page cache counts as free."
+    for names in (('max', 'current', 'stat'), ('limit_in_bytes', 'usage_in_bytes', 'stat')):
+        try: most, used, stat = ((group / f'memory.{name}').read_text() for name in names)
+        except OSError: continue
+        stat = dict(line.split() for line in stat.splitlines())
+        cached = int(stat.get('total_inactive_file', stat.get('inactive_file', 0)))   # with its children
+        return math.inf if most.strip() == 'max' else int(most) - int(used) + cached
+    return math.inf
+
+def _room_in_container(*places: Path) -> float:   # as for `_control_groups`
+    "The least free bytes of this process's cgroup and its parents."
+    return min(map(_room_in_group, _control_groups('memory', *places)))
+
+def _available_memory() -> float:
+    "Bytes that this process may still take, in its container."
+    return min(psutil.virtual_memory().available, _room_in_container())
 
 # %% ../nbs/base/files.ipynb #d434d2d9
 _JOINERS = '\u200c\u200d'   # used within Persian and Indic words

@@ -21,7 +21,7 @@ from xtts_nb.config import GPTTraining, UserError, XTTSConfig
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.prepare import encode_corpus
 from xtts_nb.data.text import Tokenizer, train_tokenizer
-from xtts_nb.files import named_weights, read_tensors, save_weights, write_tensors
+from xtts_nb.files import named_weights, read_tensors, _room_in_container, save_weights, write_tensors
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
@@ -399,7 +399,7 @@ def test_where_the_memory_is_unknown_training_continues_and_says_so(card, mini, 
 
 @pytest.mark.cpu
 def test_a_container_counts(tmp_path):
-    room = lambda: memory._room_in_container(tmp_path, tmp_path / 'own')
+    room = lambda: _room_in_container(tmp_path, tmp_path / 'own')
     def write(folder, names, *texts):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in zip(names, texts): (folder / f'memory.{name}').write_text(text)

@@ -132,7 +132,7 @@ def test_without_room_for_a_copy_training_waits(cheap, prepared, mini, tmp_path,
     "And saves the same: the state, and a model that is the mean of the weights."
     config = mini.replace(training={'gpt': {'ema': .9}})
     new_run(prepared, config, tmp_path / 'copied').fit()
-    monkeypatch.setattr(trainer_page, '_room_in_container', lambda: 0.)
+    monkeypatch.setattr(trainer_page, '_available_memory', lambda: 0.)
     monkeypatch.setattr(trainer_page, '_snapshot', lambda variables: pytest.fail('a copy'))
     new_run(prepared, config, tmp_path / 'waited').fit()
     assert outcome(tmp_path / 'copied') == outcome(tmp_path / 'waited')

@@ -23,6 +23,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from ..bench import compare, wait_for
 from ..devices import put_back
+from ..files import _available_memory
 
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e005
 @dataclass
@@ -57,7 +58,7 @@ def _size_of(variables: list) -> float:
 # %% ../../nbs/monitor/leave_out.ipynb #1ea0e007
 def _free_memory() -> float:
     "Bytes available to a trial."
-    return psutil.virtual_memory().available / 3
+    return _available_memory() / 3
 
 def _times_that_fit(
     call_bytes: float,   # of a call now

@@ -26,7 +26,7 @@ from ..models.xtts import forward_numbers, POLICIES
 from ..sampler import visible_cards
 from .finetune import make_update
 from .step import choose_xla, compile_step, _lacked_memory, random_batch, _writes_in_place
-from .trainer import _room_in_container
+from ..files import _available_memory
 
 # %% ../../nbs/train/memory.ipynb #69b85109
 @lru_cache
@@ -244,7 +244,7 @@ def _free_memory(
 ) -> tuple[str, int | None]:
     "The training device and its free bytes; None if unknown."
     gpus, (card, part) = tf.config.list_physical_devices('GPU'), plan.model_part if plan else (0, 0)
-    if not gpus: return 'this machine', int(min(psutil.virtual_memory().available, _room_in_container()))
+    if not gpus: return 'this machine', int(_available_memory())
     # TensorFlow allocates up to its limit at once
     if parts := tf.config.get_logical_device_configuration(gpus[card]):
         if child:

@@ -17,17 +17,16 @@ from pathlib import Path
 
 import keras
 import numpy as np
-import psutil
 import tensorflow as tf
 from fastcore.basics import patch
 
 from ..bench import trace_count
-from ..config import _control_groups, PartTraining, UserError
+from ..config import PartTraining, UserError
 from ..data.native import BatchPlan
 from ..devices import _products_in_tf32, put_back, to_device
 from ..files import (
-    append_line, atomic_file, load_weights, locked, open_weights, PART, read_json, read_json_lines,
-    save_weights, write_json)
+    append_line, atomic_file, _available_memory, load_weights, locked, open_weights, PART, read_json,
+    read_json_lines, save_weights, write_json)
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
 from .step import compile_step, extended_rate, _lacked_memory, Update
@@ -119,20 +118,6 @@ class _Writer:
         self.wait()
 
 # %% ../../nbs/train/trainer.ipynb #7be0c5a1
-def _room_in_group(group: Path) -> float:
-    "Free bytes of a cgroup (v1 or v2); the page cache counts as free."
-    for names in (('max', 'current', 'stat'), ('limit_in_bytes', 'usage_in_bytes', 'stat')):
-        try: most, used, stat = ((group / f'memory.{name}').read_text() for name in names)
-        except OSError: continue
-        stat = dict(line.split() for line in stat.splitlines())
-        cached = int(stat.get('total_inactive_file', stat.get('inactive_file', 0)))   # with its children
-        return math.inf if most.strip() == 'max' else int(most) - int(used) + cached
-    return math.inf
-
-def _room_in_container(*places: Path) -> float:   # as for `_control_groups`
-    "The least free bytes of this process's cgroup and its parents."
-    return min(map(_room_in_group, _control_groups('memory', *places)))
-
 def _idle_memory() -> int:
     "Bytes between this process's peak and current memory, such as those of an update."
     status = Path('/proc/self/status')
@@ -144,8 +129,7 @@ def _idle_memory() -> int:
 def _room_to_copy(variables: list, times: float = 1.1) -> bool:
     "Whether the host has room for a copy of `variables` (`times` its size) while updates continue."
     size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)
-    free = min(psutil.virtual_memory().available, _room_in_container())
-    return free - _idle_memory() > times * size
+    return _available_memory() - _idle_memory() > times * size
 
 # %% ../../nbs/train/trainer.ipynb #46f25f39
 def _newest(run: Path) -> tuple | None:
