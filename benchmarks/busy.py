@@ -3,16 +3,16 @@
     python benchmarks/busy.py
         --data DIR          a corpus; default: synthetic voices of 4 to 10 seconds
         --layers, --width, --heads, --batch-size   of the GPT
-        --seconds N         of each turn of an arm, after a second that does not count
+        --seconds N         of each turn of a variant, after a second that does not count
         --rounds, --budget  as of `xtts-nb bench train`
         --json, --record    one JSON object as the last line of stdout; a record in benchmarks/
 
-Every arm trains on the same clips in the same order: two mels of each clip, the codes that the DVAE makes of
-one of them, the step of the GPT with its update. `python` computes the mels in `tf.numpy_function`, `native`
-by TensorFlow's own operations, `cache` reads mels and codes that were prepared. `eager` starts the operations
-one by one, in float32; `xla` compiles the step, in bfloat16. Before anything is timed, the batches of all
-readers are compared, the codes too, and the losses of the first step. The loss is read at every tenth step,
-as a log does. Without a GPU it shows the load of the CPU, which says nothing: that is a rehearsal."""
+Each variant trains on the same clips in the same order: two mels of each clip, the codes that the DVAE makes
+of one of them, the step of the GPT with its update. `python` computes the mels in `tf.numpy_function`,
+`native` by TensorFlow's own operations, `cache` reads mels and codes that were prepared. `eager` starts the
+operations one by one, in float32; `xla` compiles the step, in bfloat16. Before anything is timed, the batches
+of all readers are compared, the codes too, and the losses of the first step. The loss is read at every tenth
+step, as a log does. Without a GPU it shows the load of the CPU, which says nothing: that is a rehearsal."""
 import sys
 import tempfile
 import time
@@ -38,7 +38,7 @@ from xtts_nb.data.corpora import synthetic_corpus  # noqa: E402
 from xtts_nb.data.native import _BATCH, batches_of, BatchPlan  # noqa: E402
 from xtts_nb.data.prepare import encode_corpus  # noqa: E402
 from xtts_nb.models.dvae import DVAE  # noqa: E402
-from xtts_nb.sampler import best_probe, Sampler, summarise_arms  # noqa: E402
+from xtts_nb.sampler import best_probe, Sampler, summarise_variants  # noqa: E402
 from xtts_nb.train.step import step_modes  # noqa: E402
 
 READ_EVERY = 10   # steps
@@ -92,7 +92,7 @@ def busy(
     rounds: int,
     progress=None,       # called with (done, total)
 ) -> dict:               # rows, samples, what was compared
-    "Clips per second and the use of the device of every arm."
+    "Clips per second and the use of the device of every variant."
     keras.utils.set_random_seed(0)
     dvae = DVAE(config)
     with tempfile.TemporaryDirectory() as folder:
@@ -128,10 +128,11 @@ def busy(
             return counted
 
         with Sampler(best_probe(), 0.1) as sampler:
-            arms = {name: lambda name=name, step=step: turn(name, step) for name, (_, step) in ARMS.items()}
-            rows = compare(arms, 'clips_per_s', rounds, progress=progress).rows()
+            variants = {name: lambda name=name, step=step: turn(name, step)
+                        for name, (_, step) in ARMS.items()}
+            rows = compare(variants, 'clips_per_s', rounds, progress=progress).rows()
         del marks[:2 * len(ARMS)]   # of the round that does not count
-        use = summarise_arms(sampler.samples, marks)
+        use = summarise_variants(sampler.samples, marks)
     for row in rows:
         device = next(iter(use[row['name']].values()))
         row |= {k: device.get(k) and round(device[k], 2) for k in USE}

@@ -44,10 +44,10 @@ def bench_stages(
     progress=None,        # called with (done, total)
 ) -> list[dict]:          # of `_pipeline_rows`
     "Emulated stages in turn and overlapped, in alternating rounds."
-    arms = {'serial': 0, 'pipelined': ring}
-    runs = {name: [] for name in arms}
+    variants = {'serial': 0, 'pipelined': ring}
+    runs = {name: [] for name in variants}
     for done in range(2 * rounds):
-        name = [*arms][done % 2]
-        runs[name].append(run_emulated(steps, times, arms[name]))
+        name = [*variants][done % 2]
+        runs[name].append(run_emulated(steps, times, variants[name]))
         if progress: progress(done + 1, 2 * rounds)
     return _pipeline_rows(runs, 1 / max(times.values()))

@@ -104,14 +104,14 @@ def gpt2_speed(
              for name, changes in PLAIN_ARMS.items()}
     sizes = dict(layers=gpt.num_layers, width=gpt.hidden_dim, heads=gpt.num_heads, batch=B, tokens=tokens,
                  vocabulary=vocabulary)
-    arm = lambda loss: lambda: loss() is not None
+    variant = lambda loss: lambda: loss() is not None
     with ExitStack() as children:
         start = lambda mode: children.enter_context(
             step_peer(torch_python, _torch_steps, **sizes, mode=mode, needs=TORCH))
         theirs = {mode: start(mode) for mode in TORCH_ARMS} if torch_python else {}
         ours = {name: lambda step=step: float(step(ids)) for name, step in steps.items()}
-        arms = {name: arm(loss) for name, loss in (theirs | ours).items()}
-        return compare(arms, 'step_ms', rounds, progress=progress).rows()
+        variants = {name: variant(loss) for name, loss in (theirs | ours).items()}
+        return compare(variants, 'step_ms', rounds, progress=progress).rows()
 
 
 def main():

@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import (  # noqa: E402
-    COQUI, Peer, add_rounds, arguments, measuring, output, run, start)
+    COQUI, OtherPython, add_rounds, arguments, measuring, output, run, start)
 from xtts_nb.app.cli_bench import _data_speed  # noqa: E402
 from xtts_nb.app.bench_data import compared_text, _differing_share, PythonReader  # noqa: E402
 from xtts_nb.bench import _check_python  # noqa: E402
@@ -68,7 +68,7 @@ class OneMelReader(_OnlineReader):
 
 # --- loaders of other libraries -----------------------------------------------------------------------------
 
-class PeerLoader(Peer):
+class PeerLoader(OtherPython):
     "How full the batches of another library's loader are, as `{used, room}` in tokens and samples."
     def __init__(self, python: str | Path, main: Callable, ahead: int, needs: str, **settings):
         self.ahead = ahead   # batches that it buffers at most

@@ -123,13 +123,13 @@ def losses_speed(
     ways = {'row by row': partial(row_by_row, gpt), 'whole batch': partial(whole_batch, gpt)}
     ways['whole batch, compiled'] = tf.function(ways['whole batch'], jit_compile=True)
     logits = gpt(*(batch[key] for key in _INPUTS))
-    def arm(way):
+    def variant(way):
         def run():
             for _ in range(repeats): wait_for(way(batch, logits))
             return repeats
         return run
-    arms = {name: arm(way) for name, way in ways.items()}
-    rows = compare(arms, 'step_ms', rounds, progress=progress).rows()
+    variants = {name: variant(way) for name, way in ways.items()}
+    rows = compare(variants, 'step_ms', rounds, progress=progress).rows()
     return [row | {'syncs': host_reads(ways[row['name']], batch, logits),
                    'traces': trace_count(ways[row['name']])} for row in rows]
 
@@ -142,15 +142,16 @@ def shapes_speed(
 ) -> list[dict]:   # {name, step_ms, ratio, spread, syncs, traces}
     "A new compiled forward pass over batches with their own shapes and padded to one; traces are timed too."
     traces, padded = {}, [pad_batch(batch, **longest_shape(batches)) for batch in batches]
-    def arm(name, some):
+    def variant(name, some):
         def run():
             forward = compiled_forward(gpt)
             for batch in some: call_traced(forward, batch)
             traces[name] = trace_count(forward)
             return len(some)
         return run
-    arms = {name: arm(name, some) for name, some in (('changing shapes', batches), ('static shape', padded))}
-    rows = compare(arms, 'step_ms', rounds, warmup=0, progress=progress).rows()
+    variants = {name: variant(name, some)
+                for name, some in (('changing shapes', batches), ('static shape', padded))}
+    rows = compare(variants, 'step_ms', rounds, warmup=0, progress=progress).rows()
     return [row | {'syncs': None, 'traces': traces[row['name']]} for row in rows]
 
 

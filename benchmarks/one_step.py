@@ -37,7 +37,7 @@ def main():
     (first,) = first_steps(steps, batch).values()
     (step,) = steps.values()
 
-    def arm(many):
+    def variant(many):
         def call():
             for _ in range(many): result = step(batch, number)
             wait_for(result)
@@ -45,7 +45,7 @@ def main():
         return call
 
     with measuring(given) as tell:
-        timed = compare({'in a row': arm(STEPS), 'waited for': arm(1)}, 'step_ms', given.rounds,
+        timed = compare({'in a row': variant(STEPS), 'waited for': variant(1)}, 'step_ms', given.rounds,
                         progress=lambda done, total: tell('steps', done, total))
     flops = step_flops(config, given.batch_size, TEXT, given.codes)
     rows = [row | {'tflops': round(flops / row['step_ms'] / 1e9, 2)} for row in timed.rows()]

@@ -36,7 +36,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 import tensorflow as tf  # noqa: E402
 
-from benchmarks.peer import Peer, arguments, output, run, start, to_stderr  # noqa: E402
+from benchmarks.peer import OtherPython, arguments, output, run, start, to_stderr  # noqa: E402
 from xtts_nb.config import SpeechConfig, UserError, XTTSConfig  # noqa: E402
 from xtts_nb.data.audio import load_audio, log_mel, resample, speaker_log_mel, synthetic_voice  # noqa: E402
 from xtts_nb.data.text import Tokenizer, clean_for  # noqa: E402
@@ -266,7 +266,7 @@ def coqui_outputs(
     with tempfile.TemporaryDirectory() as folder:
         files = {name: str(Path(folder) / f'{name}.npz') for name in ('inputs', 'outputs')}
         np.savez(files['inputs'], **inputs)
-        with Peer(coqui_python, _coqui_main, *helpers, folder=str(Path(coqui_dir).resolve()),
+        with OtherPython(coqui_python, _coqui_main, *helpers, folder=str(Path(coqui_dir).resolve()),
                   **files) as peer:
             peer()
         with np.load(files['outputs']) as file: return dict(file)

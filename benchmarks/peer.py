@@ -1,9 +1,9 @@
 """What the scripts share that measure other libraries: their process, and the output of a script.
 
 coqui-tts, PyTorch and DALI need other versions of the same packages than TensorFlow, so each is installed in
-an environment of its own. `Peer` runs a generator of ours with the Python of such an environment. A library
-may ask its user to agree to its terms, as coqui-tts does before it loads the released model; nothing here
-agrees for the user, and the error says how to do it."""
+an environment of its own. `OtherPython` runs a generator of ours with the Python of such an environment. A
+library may ask its user to agree to its terms, as coqui-tts does before it loads the released model; nothing
+here agrees for the user, and the error says how to do it."""
 import argparse
 import json
 import os
@@ -22,7 +22,7 @@ from xtts_nb.config import UserError  # noqa: E402
 COQUI = 'coqui-tts 0.28'
 
 
-class Peer(bench.Peer):
+class OtherPython(bench.OtherPython):
     "A generator of ours in the Python of another library."
     def __init__(self, python: str | Path, main: Callable, *helpers: Callable, needs: str = COQUI, **sizes):
         super().__init__(python, main, *helpers, needs=needs, **sizes)
@@ -35,10 +35,10 @@ class Peer(bench.Peer):
         return super().failed(stderr)
 
 
-def step_peer(python: str | Path, main: Callable, **sizes) -> Peer:
+def step_peer(python: str | Path, main: Callable, **sizes) -> OtherPython:
     "A peer with as many threads as TensorFlow; a call returns a value of `main`."
     import tensorflow as tf
-    return Peer(python, main, threads=tf.config.threading.get_intra_op_parallelism_threads(), **sizes)
+    return OtherPython(python, main, threads=tf.config.threading.get_intra_op_parallelism_threads(), **sizes)
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
@@ -51,7 +51,7 @@ def arguments(doc: str) -> argparse.ArgumentParser:
 
 def add_rounds(parser: argparse.ArgumentParser, rounds: int) -> argparse.ArgumentParser:
     "--rounds and --budget, as of `xtts-nb bench`."
-    parser.add_argument('--rounds', type=int, default=rounds, help='times that each arm runs')
+    parser.add_argument('--rounds', type=int, default=rounds, help='times that each variant runs')
     parser.add_argument('--budget', type=float, default=5., help='minutes; fewer rounds if they take longer')
     return parser
 
@@ -92,5 +92,5 @@ def run(main: Callable):   # a script; its value is the exit code, None: 0
         sys.exit(2)
 
 
-__all__ = ['COQUI', 'Peer', 'add_rounds', 'add_sizes', 'arguments', 'measuring', 'output', 'run',
+__all__ = ['COQUI', 'OtherPython', 'add_rounds', 'add_sizes', 'arguments', 'measuring', 'output', 'run',
            'start', 'step_peer', 'to_stderr']

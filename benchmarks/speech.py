@@ -1,4 +1,4 @@
-"""Codes per second, and the time to the first sound, of coqui-tts beside our arms, at the released sizes.
+"""Codes per second, and the time to the first sound, of coqui-tts beside our variants, at the released sizes.
 
     python benchmarks/speech.py --coqui-python PYTHON
         --coqui-python PYTHON   of an environment with coqui-tts 0.28
@@ -9,7 +9,7 @@ The decoder of coqui-tts has the released size only, so the model is that of `be
 with random weights. `coqui` is `inference`, which runs the GPT a second time over all codes to get the
 states; `coqui_stream` is `inference_stream` with the chunks that it recommends, which decodes everything
 spoken so far again for each chunk. The model gets our sizes, our tokens and a random voice, its STOP is
-made impossible, it has as many threads, and it waits while another arm runs."""
+made impossible, it has as many threads, and it waits while another variant runs."""
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import (  # noqa: E402
-    COQUI, Peer, add_rounds, arguments, measuring, output, run, start, step_peer)
+    COQUI, OtherPython, add_rounds, arguments, measuring, output, run, start, step_peer)
 from xtts_nb.app.cli_bench import _SAY_CODES  # noqa: E402
 from xtts_nb.app.bench_say import _say_speed  # noqa: E402
 from xtts_nb.bench import _check_python  # noqa: E402
@@ -61,7 +61,8 @@ def _coqui_speech(threads, layers, width, heads, vocabulary, ids, codes, streame
             first = time.perf_counter() - begin
         yield {'codes': made, 'first_s': first}
 
-def coqui_speech(python: str | Path, config: XTTSConfig, ids: list[int], codes: int, streamed: bool) -> Peer:
+def coqui_speech(python: str | Path, config: XTTSConfig, ids: list[int], codes: int,
+                 streamed: bool) -> OtherPython:
     "coqui-tts at these sizes; a call speaks the tokens once, and returns `codes` and `first_s`."
     gpt = config.model.gpt
     return step_peer(python, _coqui_speech, layers=gpt.num_layers, width=gpt.hidden_dim, heads=gpt.num_heads,
@@ -74,7 +75,7 @@ def coqui_arms(
     codes: int,            # of a text
     ids: list[int],        # its tokens
     stack: ExitStack,      # closes the processes
-) -> dict[str, Peer]:
+) -> dict[str, OtherPython]:
     "The two ways in which coqui-tts speaks."
     return {name: stack.enter_context(coqui_speech(python, config, ids, codes, streamed))
             for name, streamed in {'coqui': False, 'coqui_stream': True}.items()}

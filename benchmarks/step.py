@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import (  # noqa: E402
-    Peer, add_rounds, add_sizes, arguments, measuring, output, run, start, step_peer)
+    OtherPython, add_rounds, add_sizes, arguments, measuring, output, run, start, step_peer)
 from xtts_nb.app.cli_bench import _sized  # noqa: E402
 from xtts_nb.app.speed import _step_positions, step_speed  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
@@ -53,7 +53,7 @@ def _coqui_steps(threads, layers, width, heads, vocabulary, batch, text, codes, 
         optimizer.step()
         yield {'loss': float(code_loss.detach()), 'dropout': max(m.p for m in dropouts), **counts}
 
-def coqui_step(python: str | Path, config: XTTSConfig, text: int, codes: int) -> Peer:
+def coqui_step(python: str | Path, config: XTTSConfig, text: int, codes: int) -> OtherPython:
     "The training step of coqui-tts at these sizes; a call returns code loss, positions and dropout."
     gpt = config.model.gpt
     return step_peer(python, _coqui_steps, layers=gpt.num_layers, width=gpt.hidden_dim, heads=gpt.num_heads,

@@ -13,8 +13,8 @@ A new record that is noisy is removed again if a quiet one of the same device ex
 names a corpus of recorded speech for `bench data`, instead of that of the demo; `XTTS_NB_COQUI=PYTHON` an
 environment with coqui-tts, to measure it too, by the scripts in benchmarks/.
 
-A cell that draws a record names it in `recorded(...)` or `headline(...)`, and uses only what the page imports
-or exports. tests/test_records.py compares what is stored with what the same cell draws now."""
+A cell that draws a record names it in `recorded(...)` or `best_record(...)`, and uses only what the page
+imports or exports. tests/test_records.py compares what is stored with what the same cell draws now."""
 import argparse
 import ast
 import base64
@@ -36,9 +36,9 @@ from nbformat.v4 import new_output
 from tree import ROOT, notebooks
 
 from xtts_nb.app.terminal import _WRITERS
-from xtts_nb.records import _TOOLS, recorded
+from xtts_nb.records import recorded, _TOOLS
 
-NAMES_A_RECORD = re.compile(r"\b(?:recorded|headline)\('(\w+)', benchmarks\(\)\)")
+NAMES_A_RECORD = re.compile(r"\b(?:recorded|best_record)\('(\w+)', benchmarks\(\)\)")
 
 
 def record_cells(

@@ -15,18 +15,18 @@ def clock(monkeypatch):
 
 def test_arms_take_turns_and_the_warm_up_does_not_count(clock):
     log, first, seen = [], {'a': 9., 'b': 9.}, []
-    def arm(name, seconds):
+    def variant(name, seconds):
         def f():
             log.append(name)
             clock.sleep(first.pop(name, seconds))
             return 10
         return f
-    result = compare({'a': arm('a', 2.), 'b': arm('b', 1.)}, 'clips_per_s', rounds=3, warmup=1,
+    result = compare({'a': variant('a', 2.), 'b': variant('b', 1.)}, 'clips_per_s', rounds=3, warmup=1,
                      before=lambda name: log.append('-' + name), progress=lambda *done: seen.append(done))
     assert log == ['-a', 'a', '-b', 'b'] * 4 and seen == [(i, 8) for i in range(1, 9)]
-    assert [a.times for a in result.arms] == [[.2] * 3, [.1] * 3]
+    assert [a.times for a in result.variants] == [[.2] * 3, [.1] * 3]
     for unit, values in (('clips_per_s', [5., 10.]), ('step_ms', [200., 100.]), ('start_s', [.2, .1])):
-        rows = Comparison(result.arms, unit).rows()
+        rows = Comparison(result.variants, unit).rows()
         assert [r[unit] for r in rows] == values and [r['ratio'] for r in rows] == [1., 2.]
         json.dumps(rows)
 
@@ -35,8 +35,8 @@ def test_the_time_budget_ends_a_comparison(clock, seconds, rounds):
     clock.now = 50.
     nap = lambda: clock.sleep(1.) or 1
     with bench._time_budget(seconds): result = compare({'a': nap, 'b': nap}, 'step_ms', rounds=9)
-    assert [len(arm.times) for arm in result.arms] == [rounds, rounds]
-    assert len(compare({'a': nap}, 'step_ms', rounds=9).arms[0].times) == 9
+    assert [len(variant.times) for variant in result.variants] == [rounds, rounds]
+    assert len(compare({'a': nap}, 'step_ms', rounds=9).variants[0].times) == 9
 
 def feed(clock, seconds, count):
     for _ in range(count):

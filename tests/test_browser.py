@@ -24,7 +24,7 @@ LIVE = '.widget-html .xtts-live'   # not the frame that the page itself shows
 LESSONS = [path for path in notebooks() if path.parent.name == 'nbs' and path.stem != 'index']
 SECONDS = 900   # of a lesson, on a slow machine with other work
 WATCHES = re.compile(r'gpu_live\(|LiveCallback\(')
-ARM = re.compile(r'^(.+?): .* busy, .*variation', re.MULTILINE)   # a line of the summary of an arm
+ARM = re.compile(r'^(.+?): .* busy, .*variation', re.MULTILINE)   # a line of the summary of a variant
 NAMES = 'chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'
 SETTINGS = {   # windows without news; cells out of sight are drawn too
     'apputils-extension/notification': {'fetchNews': 'false', 'checkForUpdates': False,
@@ -137,16 +137,16 @@ def run_all(page, lab: str, name: str) -> set[str]:
     return frames - {None}
 
 def check_seen(page, frames: set[str], cells: list[dict], stem: str):
-    "The live view moved, and its picture, with two arms, is where it was; for people, in runs/browser."
+    "The live view moved, and its picture, with two variants, is where it was; for people, in runs/browser."
     assert len(frames) > 3 and not page.locator(LIVE).count(), 'the live view did not move'
     folder = workspace(ROOT).runs / 'browser'
     folder.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=folder / f'{stem}.png')
-    arms = [{name for o in cell.get('outputs', []) for name in ARM.findall(''.join(o.get('text', '')))}
+    variants = [{name for o in cell.get('outputs', []) for name in ARM.findall(''.join(o.get('text', '')))}
             for cell in cells]
     shown = [i for i, cell in enumerate(cells) if WATCHES.search(''.join(cell['source']))
              and any('image/png' in output.get('data', {}) for output in cell.get('outputs', []))]
-    assert any(len(arms[i]) > 1 for i in shown), 'no picture with two named arms'
+    assert any(len(variants[i]) > 1 for i in shown), 'no picture with two named arms'
     for i in shown:
         picture = page.locator('.jp-Notebook .jp-Cell').nth(i)
         picture = picture.locator('.jp-RenderedImage img').first

@@ -25,10 +25,10 @@ def test_the_persian_readme_leads_to_pages_and_commands_that_there_are():
     assert len(commands) > 2 and [c for c in commands if c not in english] == []
 
 def test_figures_in_persian_are_those_of_the_record():
-    arm = {row['name']: row for row in recorded('busy', ROOT / 'benchmarks')[-1]['rows']}
-    slow, fast = arm['python_eager'], arm['cache_xla']
+    variant = {row['name']: row for row in recorded('busy', ROOT / 'benchmarks')[-1]['rows']}
+    slow, fast = variant['python_eager'], variant['cache_xla']
     figures = slow['mean'], fast['mean'], fast['ratio']
-    more = slow['min'], slow['max'], arm['python_xla']['mean']
+    more = slow['min'], slow['max'], variant['python_xla']['mean']
     for page, shown in (('README.fa.md', figures + more), ('nbs/guides/idle_gpu_fa.ipynb', figures)):
         text = (ROOT / page).read_text(encoding='utf-8')
         for figure in shown:

@@ -15,7 +15,7 @@ from xtts_nb.app.terminal import _WRITERS
 from xtts_nb.bench import rows_markdown
 from xtts_nb.config import UserError
 from xtts_nb.devices import _products_in_tf32
-from xtts_nb.records import _TOOLS, headline, record, record_markdown, recorded
+from xtts_nb.records import best_record, record, record_markdown, recorded, _TOOLS
 
 FILES = sorted((ROOT / 'benchmarks').glob('*.json'))
 NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in tree.notebooks()}
@@ -57,7 +57,7 @@ def test_the_wheel_holds_the_records_that_pages_show():
     shown = {(page, key(one)) for page in pages for one in recorded(page, ROOT / 'benchmarks')}
     assert {(page_of(f), key(json.loads(f.read_text()))) for f in FILES if f.name in kept} == shown
     for page in pages:
-        best = headline(page, ROOT / 'benchmarks')
+        best = best_record(page, ROOT / 'benchmarks')
         assert best is None or (page, key(best)) in shown
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_a_noisy_run_says_so_and_is_no_headline_however_new(cpu, tmp_path, capsy
         one = json.loads(record('demo', rows, tmp_path, 'noisy', **more).read_text())
         assert one['noisy'] is True and [*one['noisy_rows']] == [said.split()[0]]
         assert said in capsys.readouterr().err
-    assert headline('demo', tmp_path)['command'] == 'first' and commands('demo', tmp_path) == ['first']
+    assert best_record('demo', tmp_path)['command'] == 'first' and commands('demo', tmp_path) == ['first']
     record('demo', ROWS, tmp_path, 'last')
-    assert headline('demo', tmp_path)['command'] == 'last'
+    assert best_record('demo', tmp_path)['command'] == 'last'
 
 def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
     record('step_speed', NOISY, tmp_path, 'xtts-nb bench train --record')

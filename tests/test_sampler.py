@@ -13,8 +13,8 @@ import pytest
 from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
-    arm_spans, best_probe, _cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, nvml_probe, _Process,
-    Sample, Sampler, summarise, summarise_arms, visible_cards)
+    best_probe, _cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, nvml_probe, _Process, Sample, Sampler,
+    summarise, summarise_variants, variant_spans, visible_cards)
 
 def gpu_trace(*curves, step=.1):
     "One GPU per curve."
@@ -253,10 +253,10 @@ def test_an_emulated_device_is_busy_while_it_computes():
     assert device.busy(begin, begin + 10) == pytest.approx(.3)
 
 def test_an_arm_ends_where_the_next_begins():
-    arms = [(1., 'slow'), (3., 'fast'), (4., 'slow')]
-    assert arm_spans(arms, 9.) == [('slow', 1., 3.), ('fast', 3., 4.), ('slow', 4., 9.)]
-    slow, fast = (d['GPU 0'] for d in summarise_arms(gpu_trace([50., 50., 0., 20., 100., 40.], step=1.),
-                                                     arms).values())
+    variants = [(1., 'slow'), (3., 'fast'), (4., 'slow')]
+    assert variant_spans(variants, 9.) == [('slow', 1., 3.), ('fast', 3., 4.), ('slow', 4., 9.)]
+    slow, fast = (d['GPU 0'] for d in summarise_variants(gpu_trace([50., 50., 0., 20., 100., 40.], step=1.),
+                                                     variants).values())
     assert (slow['samples'], fast['samples'], slow['mean']) == (3, 1, 20)   # at 2, 3 and 5 s; at 4 s
     assert slow['variation'] == pytest.approx(np.std([0, 20, 40]) / 20)
-    assert summarise_arms([], arms) == {'slow': {}, 'fast': {}}
+    assert summarise_variants([], variants) == {'slow': {}, 'fast': {}}

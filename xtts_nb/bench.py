@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'PHASES', 'PHASE_COLOURS', 'spread_text', 'rows_markdown', 'Comparison', 'compare', 'trace_count',
-           'wait_for', 'host_syncs', 'accelerator_utilisation', 'fed_steps', 'Peer', 'png_bytes']
+           'wait_for', 'host_syncs', 'accelerator_utilisation', 'fed_steps', 'OtherPython', 'png_bytes']
 
 # %% ../nbs/base/bench.ipynb #ee0d999d
 import inspect
@@ -60,7 +60,7 @@ def rows_markdown(rows: list[dict]) -> str:
 
 # %% ../nbs/base/bench.ipynb #58c2df4b
 @dataclass
-class _Arm:
+class _Variant:
     "A variant of a comparison, with seconds per item for each round."
     name: str
     times: list[float] = field(default_factory=list)
@@ -81,16 +81,17 @@ class _Arm:
 @dataclass
 class Comparison:
     "Variants of a comparison; `unit`: `clips_per_s` (a rate), `step_ms` or `start_s` (times)."
-    arms: list[_Arm]
+    variants: list[_Variant]
     unit: str
 
     def rows(self) -> list[dict]:
         "`{name, <unit>, ratio, spread, rounds}`; spread: of ratios (first row: times), or None."
         value = {'clips_per_s': lambda s: 1 / s, 'step_ms': lambda s: s * 1e3, 'start_s': float}[self.unit]
-        first = self.arms[0]
+        first = self.variants[0]
         rows = []
-        for a in self.arms:
-            by_round = a if a is first else _Arm(a.name, [t / own for t, own in zip(first.times, a.times)])
+        for a in self.variants:
+            factors = [t / own for t, own in zip(first.times, a.times)]
+            by_round = a if a is first else _Variant(a.name, factors)
             rows.append({'name': a.name, self.unit: round(value(a.per_item), 3),
                          'ratio': round(first.per_item / a.per_item, 2),
                          'spread': round(by_round.spread, 3) if len(a.times) > 1 else None,
@@ -119,7 +120,7 @@ def _time_is_up(rounds: int, seconds: float) -> bool:
 
 # %% ../nbs/base/bench.ipynb #036ba267
 def compare(
-    arms: dict[str, Callable],             # name -> function that works, waits, returns a number of items,
+    variants: dict[str, Callable],         # name -> function that works, waits, returns a number of items,
                                            # or that number and the seconds measured by itself
     unit: str,                             # `clips_per_s`, `step_ms` or `start_s`
     rounds: int = 5,                       # fewer if `_time_budget` ends
@@ -128,16 +129,16 @@ def compare(
     progress=None,                         # called with (done, total)
 ) -> Comparison:
     "Time all variants alternately for `rounds` rounds, after `warmup` uncounted ones."
-    result, total = {name: _Arm(name) for name in arms}, (rounds + warmup) * len(arms)
+    result, total = {name: _Variant(name) for name in variants}, (rounds + warmup) * len(variants)
     for turn in range(rounds + warmup):
         begun = time.perf_counter()
-        for place, (name, f) in enumerate(arms.items()):
+        for place, (name, f) in enumerate(variants.items()):
             if before: before(name)
             start = time.perf_counter()
             items = f()
             items, seconds = items if isinstance(items, tuple) else (items, time.perf_counter() - start)
             if turn >= warmup: result[name].times.append(seconds / items)
-            if progress: progress(turn * len(arms) + place + 1, total)
+            if progress: progress(turn * len(variants) + place + 1, total)
         if _time_is_up(turn + 1 - warmup, time.perf_counter() - begun): break
     return Comparison(list(result.values()), unit)
 
@@ -237,7 +238,7 @@ def _check_python(python: str | Path, needs: str):
     if not shutil.which(python): raise UserError(f'{python}: cannot be run; give the Python of {needs}.')
 
 # %% ../nbs/base/bench.ipynb #cf4802f9
-class Peer(AbstractContextManager):
+class OtherPython(AbstractContextManager):
     "A generator run in another Python: an answer per call, or `UserError` with its last error."
     def __init__(
         self,

@@ -15,7 +15,7 @@ import psutil
 import tensorflow as tf
 
 from .config import _environment_number, UserError
-from .sampler import _CPU_CARDS, _cpu_card_count, visible_cards
+from .sampler import _cpu_card_count, _CPU_CARDS, visible_cards
 
 # %% ../nbs/base/devices.ipynb #951b7615
 @dataclass(frozen=True)

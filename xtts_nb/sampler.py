@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GPU', 'CPU', 'Sample', 'visible_cards', 'nvml_probe', 'best_probe', 'replay_probe', 'EmulatedDevice',
-           'emulated_probe', 'series', 'summarise', 'arm_spans', 'summarise_arms', 'Sampler']
+           'emulated_probe', 'series', 'summarise', 'variant_spans', 'summarise_variants', 'Sampler']
 
 # %% ../nbs/base/sampler.ipynb #ca69d2e0
 import itertools
@@ -449,21 +449,21 @@ def summarise(
                          for k, (t, v) in series(samples).items()})
 
 # %% ../nbs/base/sampler.ipynb #a4a5c0df
-def arm_spans(
-    arms,    # (time, name) of each variant's start, in order
+def variant_spans(
+    variants,    # (time, name) of each variant's start, in order
     end: float = math.inf,   # end of the last one
 ) -> list[tuple[str, float, float]]:   # (name, begin, end)
     "The variants' periods; each ends when the next begins."
-    ends = [begin for begin, _ in arms[1:]] + [end]
-    return [(name, begin, until) for (begin, name), until in zip(arms, ends)]
+    ends = [begin for begin, _ in variants[1:]] + [end]
+    return [(name, begin, until) for (begin, name), until in zip(variants, ends)]
 
-def summarise_arms(
+def summarise_variants(
     samples,   # `Sample`s in order
-    arms,      # (time, name) of each variant's start; names may repeat
+    variants,      # (time, name) of each variant's start; names may repeat
 ) -> dict:     # {name: devices as in `summarise`}
     "Device summaries per variant of a comparison."
     samples, taken = list(samples), {}
-    for name, begin, end in arm_spans(arms):
+    for name, begin, end in variant_spans(variants):
         taken.setdefault(name, []).extend(s for s in samples if begin < s.time <= end)
     return {name: summarise(part)['devices'] for name, part in taken.items()}
 

@@ -349,7 +349,7 @@ def test_bench(corpus, tmp_path, cheap_xla, what, unit, names, more):
         assert all(0 < r['au'] <= 1 and 0 <= r['padding'] < 1 and r['runs'] for r in rows[:4])
         online = {'clip', 'weight', 'text', 'text_length', 'mel_length', 'mel', 'reference'}
         codes = online - {'mel', 'mel_length'} | {'codes', 'code_length'}   # those that the DVAE makes
-        compared = {arm: {*parts} for arm, parts in done.json['compared'].items()}
+        compared = {variant: {*parts} for variant, parts in done.json['compared'].items()}
         assert compared == dict.fromkeys(names.split()[:3], online) | {'cache': codes}
     if what == 'train':
         assert [r['traces'] for r in rows] == [0, 1, 1, 1, 1] and all(r['syncs'] == 1 for r in rows[1:])

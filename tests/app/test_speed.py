@@ -16,16 +16,17 @@ from xtts_nb.data.native import BatchPlan
 def test_a_difference_is_noticed_whatever_differs(prepared, dvae, small, stats):
     plan = BatchPlan(prepared, small.data)
     right = readers(plan, stats)
-    def wrong(arm, part, change):
-        return f'{arm}_{part}', lambda step: (batch := right[arm](step)) | {part: change(batch[part])}
-    arms = dict([wrong('cache', 'codes', lambda x: tf.concat([x[:, :1] + 1, x[:, 1:]], 1)),
+    def wrong(variant, part, change):
+        return f'{variant}_{part}', lambda step: (batch := right[variant](step)) | {part: change(batch[part])}
+    variants = dict([wrong('cache', 'codes', lambda x: tf.concat([x[:, :1] + 1, x[:, 1:]], 1)),
                  wrong('cache', 'reference', lambda x: x * 1.1),
                  wrong('native', 'text', lambda x: x[:, ::-1]),
                  wrong('native_wav', 'weight', lambda x: x * 0),
                  wrong('numpy_function', 'mel', lambda x: x[:, 1:])])
     with pytest.raises(UserError, match='different batches, ') as e:
-        check_equal(plan, stats, dvae.encode, {'cache': right['cache']} | arms, batches=1)
-    assert re.findall(r'(\w+) (\w+) [0-9.]+%', str(e.value)) == [(arm, arm.split('_')[-1]) for arm in arms]
+        check_equal(plan, stats, dvae.encode, {'cache': right['cache']} | variants, batches=1)
+    assert re.findall(r'(\w+) (\w+) [0-9.]+%', str(e.value)) == [
+        (name, name.split('_')[-1]) for name in variants]
 
 # --- the step, and the start of a process -------------------------------------------------------------------
 

@@ -124,13 +124,13 @@ def first(data, batches=1): return list(itertools.islice(data, batches))
     ('slow disk', 1), ('oversubscription', 1), ('real: numpy_function', 2), ('real: no prefetch', 1),
     ('real: input-bound', 1), ('real: many small files', 2)])
 def test_both_pipelines_deliver_the_same(name, batches):
-    slow, fixed = (first(arm()[0], batches) for arm in (BY_NAME[name].slow, BY_NAME[name].fixed))
+    slow, fixed = (first(variant()[0], batches) for variant in (BY_NAME[name].slow, BY_NAME[name].fixed))
     np.testing.assert_allclose(slow, fixed, rtol=1e-6)
     assert len(slow) == batches
 
-def watched(arm, times=3):
+def watched(variant, times=3):
     "What the later ones of some steps did, and all results."
-    data, step = arm()
+    data, step = variant()
     (batch,) = first(data)
     notes, results = [], []
     for _ in range(times):

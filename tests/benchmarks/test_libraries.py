@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from benchmarks import step
-from benchmarks.peer import Peer, run
+from benchmarks.peer import OtherPython, run
 from xtts_nb.config import UserError
 
 def asks_for_agreement():
@@ -18,11 +18,11 @@ def asks_for_agreement():
 
 def test_only_the_user_agrees_to_terms(monkeypatch, capsys):
     monkeypatch.delenv('COQUI_TOS_AGREED', raising=False)
-    with Peer(sys.executable, asks_for_agreement) as peer, pytest.raises(UserError) as e: peer()
+    with OtherPython(sys.executable, asks_for_agreement) as peer, pytest.raises(UserError) as e: peer()
     assert 'set COQUI_TOS_AGREED=1' in str(e.value)
     monkeypatch.setenv('COQUI_TOS_AGREED', '1')
-    with Peer(sys.executable, asks_for_agreement) as peer: assert peer() == 'loaded'
-    def main(): Peer('no-such-python', asks_for_agreement)
+    with OtherPython(sys.executable, asks_for_agreement) as peer: assert peer() == 'loaded'
+    def main(): OtherPython('no-such-python', asks_for_agreement)
     with pytest.raises(SystemExit) as end: run(main)   # as of a script
     assert end.value.code == 2 and 'no-such-python: cannot be run' in capsys.readouterr().err
 

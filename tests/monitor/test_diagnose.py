@@ -8,7 +8,7 @@ import tensorflow as tf
 from process import python
 from watched import threads
 
-from xtts_nb.bench import _Arm
+from xtts_nb.bench import _Variant
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor import diagnose as page, input_rules
 from xtts_nb.monitor.diagnose import (
@@ -152,7 +152,7 @@ def test_earlier_findings_stay_before_nearly_equal_ones():
     ([2., 2., 1.], [1., 1., 1.], 2., False),        # not faster in each round
     ([9., 1., 1.], [1., 1., 1.1], 1., False)])      # one slow round before is no gain
 def test_a_gain_is_clear_if_every_round_shows_it(now, then, gain, clear):
-    assert measured_gain(_Arm('now', now), _Arm('then', then)) == (gain, clear)
+    assert measured_gain(_Variant('now', now), _Variant('then', then)) == (gain, clear)
 
 def test_a_fix_that_changes_what_is_learned_is_not_made():
     data, apply = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat(), lambda d, s: 1 / 0

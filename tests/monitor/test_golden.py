@@ -16,7 +16,7 @@ import tensorflow as tf
 sys.path.append(str(Path(__file__).parents[1]))
 from watched import calls, LINE, OTHER, passes, seen, threads
 
-from xtts_nb.bench import _Arm, Comparison
+from xtts_nb.bench import Comparison, _Variant
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor import graph_rules, input_rules, leave_out, loop_rules, program, seen as trials
 from xtts_nb.monitor.input_rules import _Batches
@@ -97,9 +97,9 @@ def edges(patch, given: dict):
         call()
         if takes and takes[0] is None: raise ValueError('the trial fails')
         return takes.pop(0) if takes[1:] else takes[0]
-    def compared(arms, unit, *how, **named):
-        for arm in arms.values(): arm()
-        return Comparison([_Arm(name, [t]) for name, t in zip(arms, takes)], unit)
+    def compared(variants, unit, *how, **named):
+        for variant in variants.values(): variant()
+        return Comparison([_Variant(name, [t]) for name, t in zip(variants, takes)], unit)
     edge = {'cores': lambda: given.get('cores', 3), '_seconds_of': timed, 'compare': compared,
             '_opening_seconds': lambda size: 1e-9 * given.get('opens', 1e9),
             '_read_seconds': lambda data: .01}

@@ -15,10 +15,9 @@ from xtts_nb.bench import png_bytes
 from xtts_nb.config import UserError
 from xtts_nb.monitor import live as page
 from xtts_nb.monitor.live import (
-    _arm_lines, gpu_live, live_html, LiveCallback, monitor, _phases_of,
+    _variant_lines, gpu_live, live_html, LiveCallback, monitor, _phases_of,
     plot_samples, _summary_lines)
-from xtts_nb.sampler import (
-    CPU, EmulatedDevice, emulated_probe, GPU, replay_probe, Sample, summarise_arms)
+from xtts_nb.sampler import CPU, emulated_probe, EmulatedDevice, GPU, replay_probe, Sample, summarise_variants
 
 def moment(i, gpus=2):
     cards = tuple(GPU(k, 'Card', [90., 0.][k], (k + 1) << 30, 8 << 30, 100., 50., 1000.) for k in range(gpus))
@@ -41,13 +40,13 @@ def test_a_curve_for_each_device_its_mean_and_what_stands_behind():
     assert [l.get_label() for l in ax.lines if l.get_label()[0] != '_'] == ['this process', 'CPU, mean 40 %']
 
 def test_arms_are_shaded_and_have_their_means_and_the_factor():
-    (ax,) = plot_samples(BUSIER, arms=[*ARMS, (15.5, 'before')]).axes
+    (ax,) = plot_samples(BUSIER, variants=[*ARMS, (15.5, 'before')]).axes
     assert [t.get_text() for t in ax.texts] == ['before: 37 %', 'after: 90 %', 'before: 37 %']
     assert [(p.get_x(), p.get_width()) for p in ax.patches] == [(0, 3.5), (3.5, 2.), (5.5, 1.5)]
-    *_, last = _arm_lines(summarise_arms(BUSIER, ARMS))
+    *_, last = _variant_lines(summarise_variants(BUSIER, ARMS))
     assert last == 'GPU 0 is 9 times as busy in "after" as in "before".'
     unread = [Sample(10., (GPU(0, 'A'),)), Sample(14., (GPU(0, 'A'),))]
-    assert _arm_lines(summarise_arms(unread, ARMS)) == [] == _arm_lines({})
+    assert _variant_lines(summarise_variants(unread, ARMS)) == [] == _variant_lines({})
 
 @pytest.mark.parametrize('samples, values, losses', [
     ([], {}, ()), ([Sample(0., error='gone')], {}, ()), ([Sample(0., (GPU(0, 'MIG'),))], {}, ()),
@@ -96,13 +95,13 @@ def test_live_leaves_the_picture_when_the_block_or_the_probe_fails():
 def test_an_arm_begins_with_a_sample_of_what_was_before():
     device, lines = EmulatedDevice(), []
     with gpu_live(emulated_probe(device), interval=60., say=lines.append) as view:
-        view.arm('slow')
+        view.variant('slow')
         time.sleep(.02)
-        view.arm('fast')
-        device.computes(view.arms[-1][0] - 1, view.arms[-1][0] + 60)
+        view.variant('fast')
+        device.computes(view.variants[-1][0] - 1, view.variants[-1][0] + 60)
         time.sleep(.02)
-    assert {name: devices['emulated GPU 0']['mean'] for name, devices in view.summary['arms'].items()} == {
-        'slow': 0, 'fast': 100}
+    means = {name: use['emulated GPU 0']['mean'] for name, use in view.summary['variants'].items()}
+    assert means == {'slow': 0, 'fast': 100}
     assert [line.partition('busy')[0] for line in lines[:2]] == ['slow: emulated GPU 0 0 % ',
                                                                  'fast: emulated GPU 0 100 % ']
 

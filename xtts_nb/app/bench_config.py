@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from .speed import _ARMS
-from ..bench import compare, Peer
+from ..bench import compare, OtherPython
 from ..config import XTTSConfig
 
 # %% ../../nbs/app/bench_config.ipynb #c0f1a002
 def _training_process(config, text, codes, folder, threads, updates):
-    "Run by `Peer`: yields facts of the start, then of `updates` updates each."
+    "Run by `OtherPython`: yields facts of the start, then of `updates` updates each."
     import os, resource, time
     marks, usage = [time.perf_counter()], lambda: resource.getrusage(resource.RUSAGE_SELF)
     for name in ('TF_XLA_FLAGS', 'TF_NUM_INTRAOP_THREADS', 'TF_NUM_INTEROP_THREADS'):
@@ -70,9 +70,9 @@ def start_training(
     folder: Path | None = None,   # of `settings.ini`; None: TensorFlow's defaults
     threads: int | None = None,   # of `setup_tf`
     updates: int = 10,            # per call after the first
-) -> Peer:
+) -> OtherPython:
     "Training in a child process; the first call returns loss and start-up seconds."
-    return Peer(sys.executable, _training_process, config=config.model_dump(), text=text, codes=codes,
+    return OtherPython(sys.executable, _training_process, config=config.model_dump(), text=text, codes=codes,
                 folder=folder and str(folder), threads=threads, updates=updates, needs='this library')
 
 def _medians(answers: list[dict], names: tuple, digits: int) -> dict:
@@ -94,9 +94,10 @@ def _compare_starts(
         answers[name].append(process())
         return 1
 
-    arms = {name: partial(start, name, place) for name, place in zip(answers, (None, folder))}
+    variants = {name: partial(start, name, place) for name, place in zip(answers, (None, folder))}
     with running:
-        rows = compare(arms, 'start_s', rounds, before=lambda _: running.close(), progress=progress).rows()
+        rows = compare(variants, 'start_s', rounds, before=lambda _: running.close(),
+                       progress=progress).rows()
     losses = [answer['loss'] for some in answers.values() for answer in some]
     assert np.allclose(losses, losses[0], rtol=1e-4), f'the starts compute different losses: {losses}'
     phases = 'imports', 'model', 'trace', 'compile', 'gpu_gib'
@@ -104,8 +105,8 @@ def _compare_starts(
 
 # %% ../../nbs/app/bench_config.ipynb #c0f1a005
 _HOST_THREADS = 64   # TensorFlow's choice in a container on a 64-core host
-_STEP_ARMS = {'host_threads': (_HOST_THREADS, {}), 'own_threads': (None, {}),   # threads, training settings
-              'bfloat16': (None, _ARMS['graph_bf16'])}
+_STEP_VARIANTS = {   # threads, training settings
+    'host_threads': (_HOST_THREADS, {}), 'own_threads': (None, {}), 'bfloat16': (None, _ARMS['graph_bf16'])}
 
 def compare_steps(
     config: XTTSConfig, text: int, codes: int,
@@ -115,14 +116,14 @@ def compare_steps(
     progress=None,       # called with (done, total)
 ) -> list[dict]:         # {name, step_ms, ratio, spread, cpu_ms, switches, loss}
     "Time the step with the host's thread count, with one thread per core, and in bfloat16."
-    processes, answers = {}, {name: [] for name in _STEP_ARMS}
+    processes, answers = {}, {name: [] for name in _STEP_VARIANTS}
 
     def run(name):
         answers[name].append(processes[name]())
         return updates
 
     with ExitStack() as running:
-        for name, (threads, training) in _STEP_ARMS.items():
+        for name, (threads, training) in _STEP_VARIANTS.items():
             changed = config.replace(training={'gpt': training})
             processes[name] = running.enter_context(
                 start_training(changed, text, codes, folder, threads, updates))
@@ -145,8 +146,8 @@ def bench_config(
     progress=None,       # called with (done, total)
 ) -> dict:               # rows of `_compare_starts`, steps of `compare_steps`, kernels (MB kept)
     "Gain of the TensorFlow settings, at start-up and in each step."
-    arms, turns = 2 + len(_STEP_ARMS), rounds + 1
-    after = lambda before: progress and (lambda done, _: progress(before + done, arms * turns))
+    variants, turns = 2 + len(_STEP_VARIANTS), rounds + 1
+    after = lambda before: progress and (lambda done, _: progress(before + done, variants * turns))
     with kernel_workspace() as folder:
         rows = _compare_starts(config, text, codes, folder, rounds, after(0))
         kept = sum(file.stat().st_size for file in folder.rglob('xla_compile_cache*')) / 1e6

@@ -72,7 +72,7 @@ def _differing_share(x, y, tolerance: float = 0.) -> float:
 
 def _refuse_differences(found: dict[str, dict[str, float]]):   # reader -> part -> share
     "Raise `UserError` if a share exceeds 0.001, or is not 0 for arrays that must be equal."
-    wrong = [f'{arm} {part} {share:.2%}' for arm, parts in found.items() for part, share in parts.items()
+    wrong = [f'{name} {part} {share:.2%}' for name, parts in found.items() for part, share in parts.items()
              if share > (1e-3 if part in ('mel', 'reference', 'codes') else 0)]
     if wrong:
         raise UserError('the loaders deliver different batches, so their times cannot be compared: '
@@ -105,16 +105,16 @@ def check_equal(
     plan: BatchPlan,
     stats: np.ndarray,            # (C,) mel constants of the DVAE
     encode: Callable,             # mel (1, F, C) -> codes (1, S), of the same DVAE
-    arms: dict[str, Callable] | None = None,   # name -> reader; default: all of `readers`
+    variants: dict[str, Callable] | None = None,   # name -> reader; default: all of `readers`
     batches: int = 2,
 ) -> dict[str, dict[str, float]]:   # reader -> part of its batch -> share that differs
     "Compare the batches of readers with those of `PythonReader`; raises `UserError` if they differ."
-    arms, differences = arms or readers(plan, stats), {}
+    variants, differences = variants or readers(plan, stats), {}
     sources = [batches_of(reader, plan.data, 0, batches)
-               for reader in (PythonReader(plan, stats), *arms.values())]
+               for reader in (PythonReader(plan, stats), *variants.values())]
     for first, *others in zip(*sources):
         right = _with_codes(first, plan, encode)
-        for name, batch in zip(arms, others):
+        for name, batch in zip(variants, others):
             shares = differences.setdefault(name, {})
             for part, x in _with_mels(batch, plan, stats).items():
                 y = right[part][:, :x.shape[1]] if part == 'codes' else right[part]
@@ -178,8 +178,8 @@ def _measure_loaders(
         take(name, 4)
         per_batch = (time.perf_counter() - start) / 4
         count[name], refill[name] = max(4, round(seconds / per_batch)), ahead[name] * per_batch
-    arms = {name: lambda name=name: take(name, count[name]) for name in sources}
-    rows = compare(arms, 'clips_per_s', rounds, before=settle, progress=progress).rows()
+    variants = {name: lambda name=name: take(name, count[name]) for name in sources}
+    rows = compare(variants, 'clips_per_s', rounds, before=settle, progress=progress).rows()
     for row in rows:
         settle(row['name'])
         used = accelerator_utilisation(running[row['name']], batch_size / _EMULATED_CLIPS_PER_SECOND,
@@ -224,20 +224,20 @@ def _watch_loaders(
     sources: dict[str, Iterable],   # name -> endless batches
     batch_size: int,
     seconds: float = 5.,            # of each
-) -> dict:                          # device, arms [(s, name)], samples [(s, % busy)]
+) -> dict:                          # device, variants [(s, name)], samples [(s, % busy)]
     "Utilisation of the emulated accelerator while each pipeline feeds it in turn."
     step = batch_size / _EMULATED_CLIPS_PER_SECOND
-    device, arms = EmulatedDevice(f'emulated accelerator, {1e3 * step:.0f} ms a step'), []
+    device, variants = EmulatedDevice(f'emulated accelerator, {1e3 * step:.0f} ms a step'), []
     running = {name: iter(source) for name, source in sources.items()}
     for batches in running.values(): next(batches)   # the first batch builds the pipeline
     with Sampler(emulated_probe(device), 0.1) as sampler:
         begun = sampler.clock()
         for name, batches in running.items():
-            arms.append((round(sampler.clock() - begun, 3), name))
+            variants.append((round(sampler.clock() - begun, 3), name))
             device.feed(batches, step, seconds=seconds)
     read = [(s.time - begun, s.gpus[0].utilisation) for s in sampler.samples]
     samples = [(round(time, 3), round(busy, 2)) for time, busy in read if busy is not None]
-    return {'device': device.name, 'arms': arms, 'samples': samples}
+    return {'device': device.name, 'arms': variants, 'samples': samples}
 
 # %% ../../nbs/app/bench_data.ipynb #2050829e
 _RUNS = {'numpy_function': 'numpy', 'native_wav': 'tensorflow: samples', 'native': 'tensorflow: two mels',
@@ -285,6 +285,6 @@ def _bench_loaders(
 def compared_text(result: dict) -> str:   # of `_bench_loaders`
     "Text: which outputs were compared before the measurement, and which were not."
     lines = ['Equal before anything was timed (of mel cells and codes, one in 1,000 may differ):']
-    lines += [f'  {arm}: {", ".join(parts)}' for arm, parts in result['compared'].items()]
-    lines += [f'  {arm}, not compared: {what}' for arm, what in result['not_compared'].items()]
+    lines += [f'  {variant}: {", ".join(parts)}' for variant, parts in result['compared'].items()]
+    lines += [f'  {variant}, not compared: {what}' for variant, what in result['not_compared'].items()]
     return '\n'.join(lines)

@@ -43,15 +43,15 @@ def _say_gpts(config: XTTSConfig) -> dict[str, GPT]:
     for gpt in gpts.values(): never_stop(gpt)
     return gpts | {'int8': Int8GPT(gpts['float32'])}
 
-def _say_arms(config: XTTSConfig, gpts: dict[str, GPT], codes: int) -> dict:
+def _say_variants(config: XTTSConfig, gpts: dict[str, GPT], codes: int) -> dict:
     "{name: function of (inputs) -> codes (B, S), states (B, S, D)}, all greedy."
     loops = {name: tf.function(partial(generate, gpt, max_codes=codes, temperature=0), jit_compile=True,
                                autograph=False)
              for name, gpt in gpts.items()}
-    arms = loops | {name: loops[precision] for name, precision in _BATCHES.items()}
+    variants = loops | {name: loops[precision] for name, precision in _BATCHES.items()}
     if config.model.gpt.num_layers <= 12:
-        arms = {'naive': partial(whole_prefix(gpts['float32']), max_codes=codes)} | arms
-    return arms
+        variants = {'naive': partial(whole_prefix(gpts['float32']), max_codes=codes)} | variants
+    return variants
 
 def _streamed(config: XTTSConfig, gpt: GPT, decoder: HiFiGAN, codes: int, inputs: dict):
     "A function that streams the first text and returns the samples of each piece."
@@ -79,10 +79,10 @@ def _repeated(run):
 def _say_rows(timed, firsts: dict[str, list[float]], seconds_per_code: float) -> list[dict]:
     "Rows of `_say_speed`; each variant's first call, which compiles, is not counted."
     return [{'name': row['name'], 'tokens_per_s': row['clips_per_s'],
-             'rtf': round(arm.per_item / seconds_per_code, 4),
+             'rtf': round(variant.per_item / seconds_per_code, 4),
              'first_sound_ms': round(1e3 * statistics.median(firsts[row['name']][1:]), 1),
              'ratio': row['ratio'], 'spread': row['spread'], 'rounds': row['rounds']}
-            for arm, row in zip(timed.arms, timed.rows())]
+            for variant, row in zip(timed.variants, timed.rows())]
 
 # %% ../../nbs/app/bench_say.ipynb #5bed000a
 def _say_speed(
@@ -122,13 +122,13 @@ def _say_speed(
         return answer['codes']
 
     one = {name: tensor[:1] for name, tensor in eight.items()}
-    arms = {name: partial(whole, name, speak, eight if name in _BATCHES else one)
-            for name, speak in _say_arms(config, gpts, codes).items()} | {'stream': in_pieces}
+    variants = {name: partial(whole, name, speak, eight if name in _BATCHES else one)
+            for name, speak in _say_variants(config, gpts, codes).items()} | {'stream': in_pieces}
     with ExitStack() as stack:
         found = others(eight['text'][0].numpy().tolist(), stack) if others else {}
-        arms |= {name: partial(theirs, name, speak) for name, speak in found.items()}
-        arms = {name: _repeated(run) for name, run in arms.items()}
-        timed = compare(arms, 'clips_per_s', rounds, progress=progress)
+        variants |= {name: partial(theirs, name, speak) for name, speak in found.items()}
+        variants = {name: _repeated(run) for name, run in variants.items()}
+        timed = compare(variants, 'clips_per_s', rounds, progress=progress)
     audio = config.model.audio
     rows = _say_rows(timed, firsts, config.model.dvae.frames_per_code / audio.frames_per_second)
     same = {name: float((spoken[name][0] == next(iter(spoken.values()))[0]).mean()) for name in [*spoken][1:]}

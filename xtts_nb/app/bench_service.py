@@ -18,7 +18,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from ..bench import _Arm, Peer
+from ..bench import OtherPython, _Variant
 from ..config import UserError, XTTSConfig
 from ..data.audio import synthetic_voice
 from ..data.text import train_tokenizer
@@ -72,7 +72,8 @@ def _load_row(
     p50, p99 = np.percentile([1e3 * a[1] for a in spoken], [50, 99])
     name = f'{clients} client{"s" * (clients > 1)}' if clients else 'a newcomer'
     return {'name': name, 'first_p50_ms': round(p50, 1),
-            'first_p99_ms': round(p99, 1), 'spread': round(_Arm('', medians).spread, 3), 'waves': len(waves),
+            'first_p99_ms': round(p99, 1), 'spread': round(_Variant('', medians).spread, 3),
+            'waves': len(waves),
             'admitted': len(spoken), 'refused': len(refused), 'late': len(late),
             'refused_p99_ms': round(np.percentile([1e3 * a[1] for a in refused], 99), 1) if refused else None}
 
@@ -128,7 +129,7 @@ def _service_load(
     turns = [n for n in clients for _ in range(rounds * (_ONE_CLIENT_WAVES if n < 2 else 1))]
     waves = {n: [] for n in clients}
     with (_served(SpeechService(engine, lambda: {'a': voice}, queue)) as port,
-          Peer(sys.executable, _clients, needs='the clients', host='127.0.0.1', port=port, body=body,
+          OtherPython(sys.executable, _clients, needs='the clients', host='127.0.0.1', port=port, body=body,
                book=book, rows=rows, waves=[clients[0], *turns]) as ask):
         ask()   # not counted
         for done, n in enumerate(turns, 1):

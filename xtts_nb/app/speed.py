@@ -17,7 +17,7 @@ from ..config import XTTSConfig
 from ..devices import _products_in_tf32
 from ..models.xtts import step_flops
 from ..monitor.live import plot_samples
-from ..sampler import arm_spans, GPU, Sample
+from ..sampler import GPU, Sample, variant_spans
 from ..train.step import _check_modes_agree, first_steps, MODES, random_batch, step_modes
 from ..train.trainer import Trainer
 
@@ -90,11 +90,11 @@ def step_speed(
     replay = lambda batch, number: {'loss': losses['eager'][int(number)]}
     for name in steps.keys() - plain.keys():
         _check_modes_agree({'eager': replay, name: steps[name]}, [batch] * 2, 0.02)
-    arm = lambda step: lambda: step(batch, tf.constant(0))['loss'].numpy() is not None
+    variant = lambda step: lambda: step(batch, tf.constant(0))['loss'].numpy() is not None
     positions, B = _step_positions(config, text, codes), config.data.batch_size
-    arms = {name: arm(step) for name, step in steps.items()}
-    for name, call in (others or {}).items(): arms[name] = lambda call=call: call() is not None
-    rows = compare(arms, 'step_ms', rounds, progress=progress).rows()
+    variants = {name: variant(step) for name, step in steps.items()}
+    for name, call in (others or {}).items(): variants[name] = lambda call=call: call() is not None
+    rows = compare(variants, 'step_ms', rounds, progress=progress).rows()
     ceilings = {p: _matmul_ceiling(p, B * positions, config.model.gpt.hidden_dim) for p in ('float32',
                                                                                            'bfloat16')}
     for row in rows:
@@ -115,12 +115,12 @@ def busy_picture(
 ):                              # IPython Image
     "GPU utilisation in the last round of some training variants."
     from IPython.display import Image
-    last = {name: span for name, *span in arm_spans(one['arms'])}
-    samples, arms, shift = [], [], 0.
+    last = {name: span for name, *span in variant_spans(one['arms'])}
+    samples, begins, shift = [], [], 0.
     for name, label in variants.items():
         begin, end = last[name]
-        arms.append((shift, label))
+        begins.append((shift, label))
         samples += [Sample(t - begin + shift, (GPU(0, one['device'], busy),))
                     for t, busy, _ in one['samples'] if begin < t <= end]
         shift += end - begin
-    return Image(png_bytes(plot_samples(samples, f'{one["device"]}, {one["date"]}', arms=arms)))
+    return Image(png_bytes(plot_samples(samples, f'{one["device"]}, {one["date"]}', variants=begins)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
-from ..bench import _Arm, compare
+from ..bench import compare, _Variant
 from ..config import UserError
 from .graph_rules import _NO_XLA
 from .input_rules import _repeat_if_finite
@@ -69,9 +69,9 @@ def _compare_loops(
     seconds: float = 4.,      # per run
     rounds: int = 3,
     by_row: bool = True,      # else by batch
-) -> dict[str, _Arm]:          # s per row (per batch if rows are unknown), per round
+) -> dict[str, _Variant]:          # s per row (per batch if rows are unknown), per round
     "Wall time of several trainings, measured alternately, without each run's first iterations."
-    def arm(dataset, step):
+    def variant(dataset, step):
         resident = first_batches(dataset, 1)
         rows = by_row and _batch_rows(resident[0]) or 1
         first_step(step, resident[0])
@@ -80,15 +80,15 @@ def _compare_loops(
             if len(times) > 2: return rows, period(times)
             raise UserError(_ENDED)
         return run
-    arms = {name: arm(*loop) for name, loop in loops.items()}
-    return {arm.name: arm for arm in compare(arms, 'step_ms', rounds, warmup=0).arms}
+    variants = {name: variant(*loop) for name, loop in loops.items()}
+    return {variant.name: variant for variant in compare(variants, 'step_ms', rounds, warmup=0).variants}
 
 _CLEAR_GAIN = 1.05
 
-def _gains(now: _Arm, then: _Arm) -> list[float]:   # per round
+def _gains(now: _Variant, then: _Variant) -> list[float]:   # per round
     return [before / after for before, after in zip(now.times, then.times)]
 
-def measured_gain(now: _Arm, then: _Arm) -> tuple[float, bool]:
+def measured_gain(now: _Variant, then: _Variant) -> tuple[float, bool]:
     "Median gain over rounds, and whether it is clear: above `_CLEAR_GAIN`, and in every round."
     gains = _gains(now, then)
     gain = statistics.median(gains)
@@ -125,12 +125,12 @@ def _measure(dataset, step, seen: _Seen, resident: list, first: float, batches: 
     if calls and seen.part('graph', 'input', 'pipeline', 'end') < .95:   # else no host part
         only_calls = lambda batch: [call() for call in calls][-1]
         loops |= {'compute': (ready, only_calls), 'host_free': (dataset, only_calls)}
-    try: arms = _compare_loops(loops, batches, seconds / len(loops) / 4, rounds=2, by_row=False)
+    try: variants = _compare_loops(loops, batches, seconds / len(loops) / 4, rounds=2, by_row=False)
     except UserError as e:   # an exhausted iterator looks empty
         once = not isinstance(dataset, tf.data.Dataset) and iter(dataset) is dataset
         if once: raise UserError(_ENDED) from e
         raise
-    times = {name: statistics.median(arm.times) for name, arm in arms.items()}
+    times = {name: statistics.median(variant.times) for name, variant in variants.items()}
     times = {'compute': times['ready'], 'host_free': times['loop']} | times
     return Measured(watched=seen.seconds / max(1, len(seen.steps)), first=first,
                     rows=_batch_rows(resident[0]), **times)
@@ -153,12 +153,12 @@ def _try_fix(f: Finding, dataset, step, batches: int, seconds: float, notes: lis
     try:
         changed = f.apply(dataset, step)
         if changed[0] is None: return f
-        arms = _compare_loops({'now': (dataset, step), 'then': changed}, batches, seconds)
+        variants = _compare_loops({'now': (dataset, step), 'then': changed}, batches, seconds)
     except Exception as e:   # any failure of a trial
         notes.append(f'{f.cause}: {f.fix} could not be tried ({type(e).__name__}).')
         return f
-    gain, clear = measured_gain(arms['now'], arms['then'])
-    gains = _gains(arms['now'], arms['then'])
+    gain, clear = measured_gain(variants['now'], variants['then'])
+    gains = _gains(variants['now'], variants['then'])
     if clear and gain >= _MIN_GAIN:
         return replace(f, gain=gain, measured=True, low=min(gains), high=max(gains))
     notes.append(f'{f.cause}: {f.fix} was tried, without a clear gain ({gain:.2f} x).')

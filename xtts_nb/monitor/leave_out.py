@@ -90,18 +90,18 @@ _IN_A_ROW = .1   # s; a short single call is slower than one of many: cold cache
 def in_a_row(call: Callable) -> Callable:
     "For `compare`: repeats a short call, as in a loop."
     count = 1
-    def arm():
+    def variant():
         nonlocal count
         start, n = time.perf_counter(), count
         for _ in range(n): result = call()
         wait_for(result)
         count = max(n, min(100, math.ceil(n * _IN_A_ROW / (time.perf_counter() - start))))
         return n
-    return arm
+    return variant
 
 def _seconds_of(call: Callable, times: int = 3) -> float:
     "The shortest time of a repeated call, after warm-up."
-    return min(compare({'call': in_a_row(call)}, 'step_ms', times, warmup=2).arms[0].times)
+    return min(compare({'call': in_a_row(call)}, 'step_ms', times, warmup=2).variants[0].times)
 
 _failed = []   # why trials failed
 
@@ -211,11 +211,12 @@ def _left(
     def compared():
         # calling a function with many variables has a fixed cost
         same = _changed(call, call.concrete.graph.as_graph_def()) if as_graph else itself
-        arms = {'itself': itself, 'whole': same, 'without': changed()}
-        return compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 5, warmup=2).arms
+        variants = {'itself': itself, 'whole': same, 'without': changed()}
+        runs = {name: in_a_row(variant) for name, variant in variants.items()}
+        return compare(runs, 'step_ms', 5, warmup=2).variants
     if not (timed := _trial(compared)): return None
     saved = [(whole - without) / max(itself, whole)
-             for itself, whole, without in zip(*(arm.times for arm in timed))]
+             for itself, whole, without in zip(*(variant.times for variant in timed))]
     usual = statistics.median(saved)
     return None if min(saved) < .5 * usual else 1 - min(1., max(0., usual))
 

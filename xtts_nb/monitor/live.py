@@ -24,7 +24,7 @@ from fastcore.basics import patch
 from ..bench import COLOURS, PHASE_COLOURS, png_bytes
 from ..config import UserError
 from ..files import append_line
-from ..sampler import arm_spans, best_probe, _IDLE, Sampler, series, summarise_arms
+from ..sampler import best_probe, _IDLE, Sampler, series, summarise_variants, variant_spans
 
 # %% ../../nbs/50_monitoring.ipynb #2744cd7e
 def _curves(samples) -> tuple[dict, tuple]:
@@ -72,13 +72,13 @@ def _plot_marks(ax, samples, marks):
                 bbox=dict(facecolor='white', edgecolor='none', alpha=.7, pad=.3))
 
 # %% ../../nbs/50_monitoring.ipynb #aad52e4b
-_ARM_SHADES = '#fbe3d6', '#dff0e6', '#e3e9f6', '#f5eecf'
+_VARIANT_SHADES = '#fbe3d6', '#dff0e6', '#e3e9f6', '#f5eecf'
 
-def _arm_shades(
-    arms,   # (time, name) of each variant's starts in the whole run
+def _variant_shades(
+    variants,   # (time, name) of each variant's starts in the whole run
 ) -> dict:  # {name: shade}
     "The shade of each variant, in order of first appearance."
-    return dict(zip(dict.fromkeys(name for _, name in arms), itertools.cycle(_ARM_SHADES)))
+    return dict(zip(dict.fromkeys(name for _, name in variants), itertools.cycle(_VARIANT_SHADES)))
 
 def _thin(seconds, values, points: int = 600):
     "Downsample to at most `points` means; a bin with a NaN is NaN."
@@ -90,7 +90,7 @@ def plot_samples(
     samples,            # `Sample`s in order
     title: str = None,  # default: the devices' names
     marks=(),           # (time, name) pairs, as in `Sampler.marks`
-    arms=(),            # (time, name) of each variant's starts
+    variants=(),            # (time, name) of each variant's starts
     note: str = '',     # small text below
     losses=(),          # (seconds, loss) pairs, for a second panel
     phases: dict = {},  # noqa: B006 -- {phase: ms}, for a bar below it
@@ -108,21 +108,22 @@ def plot_samples(
     if behind: ax.plot(*_thin(*behind[1:]), color='#999999', lw=.8, label=behind[0])
     for colour, (label, (t, v)) in zip(COLOURS * len(curves), curves.items()):
         mean = None if np.isnan(v).all() else np.mean(v[~np.isnan(v)])
-        name = label if mean is None or arms else f'{label}, mean {mean:.0f} %'
+        name = label if mean is None or variants else f'{label}, mean {mean:.0f} %'
         ax.plot(*_thin(t, v), color=colour, lw=1.3, label=name)
-        if mean is not None and not arms: ax.axhline(mean, color=colour, lw=1, ls='--', alpha=.7)
+        if mean is not None and not variants: ax.axhline(mean, color=colour, lw=1, ls='--', alpha=.7)
     _plot_marks(ax, samples, marks)
-    if arms and samples: _plot_arms(ax, samples, arms, curves)
+    if variants and samples: _plot_variants(ax, samples, variants, curves)
     _style_axes(fig, ax, title or _device_names(samples), note)
     return fig
 
 # %% ../../nbs/50_monitoring.ipynb #a4a5c0e4
-def _plot_arms(ax, samples, arms, curves):
+def _plot_variants(ax, samples, variants, curves):
     "Shade each variant; above it its name and each device's mean, which is dashed below."
-    start, last, numbers, dashed = samples[0].time, samples[-1].time, summarise_arms(samples, arms), []
-    for name, begin, end in arm_spans(arms, last):
+    start, last, dashed = samples[0].time, samples[-1].time, []
+    numbers = summarise_variants(samples, variants)
+    for name, begin, end in variant_spans(variants, last):
         begin, end = max(begin, start) - start, end - start
-        ax.axvspan(begin, end, color=_arm_shades(arms)[name], lw=0, zorder=0)
+        ax.axvspan(begin, end, color=_variant_shades(variants)[name], lw=0, zorder=0)
         means = {label: numbers[name].get(label, {}).get('mean') for label in curves}
         for colour, mean in zip(COLOURS * len(curves), means.values()):
             if mean is not None: dashed += ax.plot([begin, end], [mean] * 2, '--', color=colour, lw=1)
@@ -179,19 +180,19 @@ def _summary_lines(
     cost = f'; taking them took {100 * overhead:.2g} % of a core' if overhead else ''
     return lines + [f'{summary["samples"]} samples over {summary["seconds"]:.1f} s{missing}{cost}.']
 
-def _arm_lines(
-    arms: dict,   # from `summarise_arms`
+def _variant_lines(
+    variants: dict,   # from `summarise_variants`
 ) -> list[str]:
     "A sentence per variant and device, and the last variant's utilisation compared with the first."
-    lines, names = [], list(arms)
-    for name, devices in arms.items():
+    lines, names = [], list(variants)
+    for name, devices in variants.items():
         for label, d in devices.items():
             if not d['samples']: continue
             lines.append(f'{name}: {label} {d["mean"]:.0f} % busy, 95th percentile {d["p95"]:.0f} %, below '
                          f'{_IDLE:.0f} % in {100 * d["idle_share"]:.0f} % of the samples, '
                          f'coefficient of variation {d["variation"]:.2f}.')
     if len(names) < 2: return lines
-    first, last = arms[names[0]], arms[names[-1]]
+    first, last = variants[names[0]], variants[names[-1]]
     for label in first:
         before, after = (d.get(label, {}).get('mean') for d in (first, last))
         if before and after is not None:
@@ -216,7 +217,7 @@ def _band(name: str, begin: float, end: float, shade: str, span: float) -> str:
 
 def _field(
     curves: dict, behind: tuple,
-    arms=(),             # (name, begin, end, shade), s before now
+    variants=(),             # (name, begin, end, shade), s before now
     span: float = 60.,   # s shown
 ) -> str:
     "SVG of the device curves on a grid, above the grey one; variants are shaded and named."
@@ -224,7 +225,7 @@ def _field(
     if behind: lines.insert(0, ('#999999', .6, *behind[1:]))
     grid = ''.join(f'<path d="M0 {y}H600" stroke="#999" stroke-width=".4"/>'
                    f'<text x="606" y="{y + 3}">{100 - y} %</text>' for y in (0, 50, 100))
-    bands = ''.join(_band(*arm, span) for arm in arms)
+    bands = ''.join(_band(*variant, span) for variant in variants)
     paths = ''.join(f'<path d="{_path(*_thin(t, v), span)}" fill="none" stroke="{colour}" '
                     f'stroke-width="{width}"/>' for colour, width, t, v in lines)
     return (f'<svg viewBox="0 -6 645 124" font-size="9" fill="currentColor">{bands}{grid}{paths}'
@@ -288,18 +289,19 @@ def live_html(
     samples,              # `Sample`s in order; shows up to the last minute
     values: dict = {},    # noqa: B006 -- reported by the training
     elapsed: float = 0,   # s since the view started
-    arms=(),              # (time, name) of each variant's starts
+    variants=(),              # (time, name) of each variant's starts
 ) -> str:
     "A frame of the live view: training values, phases, curves, readings."
     if not samples: return '<i>waiting for the first sample</i>'
     recent = [s for s in samples if s.time > samples[-1].time - 60]
     curves, behind = _curves(recent)
-    now, shades = recent[-1].time, _arm_shades(arms)
+    now, shades = recent[-1].time, _variant_shades(variants)
     span = min(60., max(10., now - samples[0].time))
-    shown = [(name, now - begin, now - end, shades[name]) for name, begin, end in arm_spans(arms, now)
+    shown = [(name, now - begin, now - end, shades[name]) for name, begin, end in variant_spans(variants, now)
              if end > recent[0].time]
     some = samples[::-(-len(samples) // 600)]   # constant cost per frame
-    numbers = ''.join(f'<div>{html.escape(line)}</div>' for line in _arm_lines(summarise_arms(some, arms)))
+    lines = _variant_lines(summarise_variants(some, variants))
+    numbers = ''.join(f'<div>{html.escape(line)}</div>' for line in lines)
     readings = ''.join(_reading(label, recent[-1].devices.get(label), colour)
                        for colour, label in zip(COLOURS * len(curves), curves))
     return (f'{_LIVE_STYLE}<div class="xtts-live"><b>{html.escape(_device_names(recent))}</b> · '
@@ -327,17 +329,17 @@ class _Live:
         self.sampler, self.title, self.refresh, self.say = sampler, title, refresh, say
         self.values, self.losses, self._noted, self._lock = {}, [], None, threading.Lock()
         self.figure, self.summary, self._thread, self._drawing = None, None, None, None
-        self.arms = []   # (time, name) of each variant's starts
+        self.variants = []   # (time, name) of each variant's starts
 
     def update(self, **values):
         "Show values of the training: `live.update(step=3, loss=loss, wait_ms=2.)`."
         with self._lock: self.values = self.values | values   # callbacks may run in two threads
         if isinstance(values.get('loss'), (float, np.floating)): self._note_loss()
 
-    def arm(self, name: str):
-        "Start a variant of a comparison: `live.arm('before')`."
+    def variant(self, name: str):
+        "Start a variant of a comparison: `live.variant('before')`."
         with suppress(StopIteration): self.sampler.sample()   # belongs to the previous variant
-        self.arms.append((self.sampler.clock(), name))
+        self.variants.append((self.sampler.clock(), name))
 
     def _note_loss(self):
         "Append the latest loss to the curve; fetches it if it is a tensor."
@@ -365,13 +367,13 @@ def __exit__(self: _Live, *error):
     samples = self.sampler.samples
     self._note_loss()
     values = {k: _format_value(v) for k, v in self.values.items()}
-    arms = summarise_arms(samples, self.arms)
-    self.summary = self.sampler.summary() | dict(values=values, drawing=self._drawing, arms=arms)
-    self.figure = plot_samples(samples, self.title, self.sampler.marks, self.arms, _values_line(self.values),
-                               self.losses, _phases_of(self.values))
+    variants = summarise_variants(samples, self.variants)
+    self.summary = self.sampler.summary() | dict(values=values, drawing=self._drawing, variants=variants)
+    self.figure = plot_samples(samples, self.title, self.sampler.marks, self.variants,
+                               _values_line(self.values), self.losses, _phases_of(self.values))
     self._leave_picture(_device_names(samples))
     lines = _summary_lines(self.summary)
-    for line in [*_arm_lines(arms), *lines[-1:]] if self.arms else lines: self.say(line)
+    for line in [*_variant_lines(variants), *lines[-1:]] if self.variants else lines: self.say(line)
 
 @patch
 def _open(self: _Live):
@@ -388,7 +390,7 @@ def _draw(self: _Live):
     while not self._stop.wait(self.refresh):
         self._note_loss()
         elapsed = self.sampler.clock() - self.started
-        self._frame.value = live_html(self.sampler.samples, self.values, elapsed, self.arms)
+        self._frame.value = live_html(self.sampler.samples, self.values, elapsed, self.variants)
         self._drawing = time.thread_time() / (time.perf_counter() - begun)   # share of a core
 
 # %% ../../nbs/50_monitoring.ipynb #7ce0a972

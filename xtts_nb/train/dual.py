@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import _Arm, Comparison
+from ..bench import Comparison, _Variant
 from ..config import UserError, XTTSConfig
 from ..data.cache import Cache, Column
 from ..data.native import _BATCH, batches_of, BatchPlan, _mels_of, _one_reader, WavReader
@@ -407,8 +407,8 @@ def _pipeline_rows(
 ) -> list[dict]:   # name, rate, ideal_rate, ratio, spread, busy, model_wait_share, ring_max
     "Record rows of the variants: medians over rounds, `ratio` relative to the first variant."
     seen = {name: [overlap(run.spans) for run in some] for name, some in runs.items()}
-    arms, rows = [_Arm(name, [1 / m['rate'] for m in some]) for name, some in seen.items()], []
-    for row, measures, some in zip(Comparison(arms, 'clips_per_s').rows(), seen.values(), runs.values()):
+    variants, rows = [_Variant(name, [1 / m['rate'] for m in some]) for name, some in seen.items()], []
+    for row, measures, some in zip(Comparison(variants, 'clips_per_s').rows(), seen.values(), runs.values()):
         busy = [{r['name']: r['busy'] for r in _stage_rows(run.spans)} for run in some]
         rows.append({'name': row['name'], 'rate': row['clips_per_s'], 'ideal_rate': round(ideal_rate, 3),
                      'ratio': row['ratio'], 'spread': row['spread'], 'rounds': row['rounds'],

@@ -98,11 +98,11 @@ def split(
     "Measure forward, backward and optimizer in alternation; returns median milliseconds."
     number = tf.constant(0)
     runs = {name: lambda step=step: len([wait_for(step(batch, number))]) for name, step in steps.items()}
-    arms = compare(runs, 'step_ms', rounds).arms   # a run is one item
-    until = [0., *(a.per_item for a in arms)]
+    variants = compare(runs, 'step_ms', rounds).variants   # a run is one item
+    until = [0., *(a.per_item for a in variants)]
     return [{'name': a.name, 'ms': round(1e3 * max(0., now - before), 3),
              'share': round(max(0., now - before) / until[-1], 3),
-             'spread': round(a.spread, 3)} for a, before, now in zip(arms, until, until[1:])]
+             'spread': round(a.spread, 3)} for a, before, now in zip(variants, until, until[1:])]
 
 # %% ../../nbs/train/profile.ipynb #bbe64bec
 def _peak_memory(work) -> int | None:   # bytes

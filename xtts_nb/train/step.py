@@ -465,7 +465,7 @@ def step_before_after(
     "Measure the modes on one batch; raises `AssertionError` if their losses differ."
     _check_modes_agree(steps, [batch] * 3)
     # float() waits for the step; one update is one item
-    arms = {name: lambda step=step: len([float(step(batch, tf.constant(0))['loss'])])
+    variants = {name: lambda step=step: len([float(step(batch, tf.constant(0))['loss'])])
             for name, step in steps.items()}
-    rows = compare(arms, 'step_ms', rounds, progress=progress).rows()
+    rows = compare(variants, 'step_ms', rounds, progress=progress).rows()
     return [row | {'traces': trace_count(steps[row['name']])} for row in rows]

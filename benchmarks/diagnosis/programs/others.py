@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.diagnosis.programs.cases import HALVES, Case  # noqa: E402
 from benchmarks.diagnosis.programs.run import chosen, parser_of  # noqa: E402
-from benchmarks.peer import Peer, output, run  # noqa: E402
+from benchmarks.peer import OtherPython, output, run  # noqa: E402
 
 LONGEST = 180   # s for a program
 WARNED = re.compile(r'WARNING:tensorflow|UserWarning|DeprecationWarning|^W0000', re.MULTILINE)
@@ -113,7 +113,7 @@ def is_about_something(sentence: str) -> bool:
 
 def said_of(
     case: Case,
-    xprof: Peer,          # of `xprof_says`
+    xprof: OtherPython,          # of `xprof_says`
     folder: Path,         # that it reads
     seconds: float = 4.,  # of the trace
 ) -> dict:
@@ -163,7 +163,7 @@ def main():
     rows = [json.loads(line) for line in before]
     done = {r['case'] for r in rows}
     folder = Path(tempfile.mkdtemp()) / 'trace'
-    with Peer(given.xprof_python, xprof_says, needs='xprof', folder=str(folder)) as xprof:
+    with OtherPython(given.xprof_python, xprof_says, needs='xprof', folder=str(folder)) as xprof:
         for case in chosen(given.names, given.half):
             if case.name in done: continue
             rows.append(said_of(case, xprof, folder, given.seconds))
