@@ -157,8 +157,8 @@ _LINEAR_LOOP = _Part(
     'the graph of the step has a loop ({name}) that takes {share} of the step; an iteration only adds to '
     'what it carries and multiplies it by what is known before',
     'compute all time steps at once: tf.math.cumsum for a sum, one tf.matmul with the matrix of the powers '
-    'of the factor for a constant factor (long series in blocks), else tfp.math.scan_associative; or once '
-    'in the pipeline, where nothing of it is learned',
+    'of the factor for a constant factor (long series in blocks), else tfp.math.scan_associative; or '
+    'precompute it in the pipeline if none of it is trained',
     'powers = factor ** (t[None] - t[:, None])   # t = tf.range(n); upper part, the rest is 0\n'
     'sums = tf.matmul(tf.linalg.band_part(powers, 0, -1), x)   # instead of the loop from the end')
 
@@ -247,7 +247,7 @@ def _pairs(seen: _Seen, call: Call) -> dict | None:
 
 _PAIRS = _Part(
     'differences of all pairs', _pairs,
-    'the step subtracts each row from each of others, {size} numbers, and sums their squares; that and its '
+    'the step computes all pairwise differences ({size} numbers) and sums their squares; that and its '
     'gradient take {share} of it',
     'a squared distance is |a|^2 + |b|^2 - 2ab: one product of matrices, and no large tensor (where '
     'distances are tiny it is less exact: tf.maximum(d2, 0))',
@@ -393,7 +393,7 @@ _HALF = _Part(
     '    keras.mixed_precision.set_global_policy("mixed_float16")', in_type, .17, True, False)
 _SINGLE = _Part(
     'float32 on tensor cores', _numbers(tf.float32),
-    '{products} products of the step compute in float32; with every number in bfloat16 it takes {rest} of '
+    '{products} products of the step compute in float32; entirely in bfloat16 it takes {rest} of '
     'the time',
     'compute the products in bfloat16 (weights and their updates stay in float32)',
     'keras.mixed_precision.set_global_policy("mixed_bfloat16")',
@@ -410,7 +410,7 @@ def _python_inside(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     return [replace(finding(
         seen, 'Python inside the step',
         f'the compiled step calls Python (numpy_function or py_function), which runs {busy:.0%} of the time '
-        'on the CPU; data of a GPU leave it for that',
+        'on the CPU; on a GPU its data are copied to the host first',
         'write it with TensorFlow operations, or do it in the input pipeline', busy), place=where)]
 
 _LONG_TABLE = 10_000, 1_000_000   # fewest rows, and numbers, of a table to examine
@@ -669,7 +669,7 @@ def _dense_table(seen: _Seen, call: Call) -> dict | None:
 
 _DENSE_TABLE = _Part(
     'dense gradient of a long table', _dense_table,
-    'a step reads few of the {rows:,} rows of a table ({rows:,} x {columns}), and goes through all of them: '
+    'a step reads few of the {rows:,} rows of a table ({rows:,} x {columns}), but updates all of them: '
     '{reasons}; without that it takes {rest}',
     'change only the rows that were read: {fixes}. Another optimizer or decay changes what is learned. Or a '
     'smaller table (hash the ids)',

@@ -253,38 +253,32 @@ def find_traces(seen: _Seen) -> list[Finding]:
     mine = [e for e in traced if e.place == place]
     new, known = sum(e.new for e in mine), again(seen, place) or 0.
     left = min(1., len(mine) * known / (share * seen.seconds))
+    cause, what, fix, change = _why_traced(seen, place, len(traced) or 'many')
     if mine and new > .5 * len(mine):
-        return [finding(
-            seen, 'a new tf.function in each iteration',
-            f'{new} functions are made and traced at this line in {seen.seconds:.1f} s; tracing takes '
-            f'{share:.0%} of the time',
-            'make the tf.function once, outside the loop, and give it what changes as an argument',
-            share, place, '@tf.function\ndef step(x, what_changes): ...   # before the loop', left)]
-    return _traces_of_one(seen, share, left, place, len(traced) or 'many')
+        cause, what = 'a new tf.function in each iteration', f'{new} functions are made and traced at this line'
+        what += f' in {seen.seconds:.1f} s'
+        fix = 'make the tf.function once, outside the loop, and give it what changes as an argument'
+        change = '@tf.function\ndef step(x, what_changes): ...   # before the loop'
+    return [finding(seen, cause, f'{what}; tracing takes {share:.0%} of the time', fix, share, place, change,
+                    left)]
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a0f001
-def _traces_of_one(seen: _Seen, share: float, left: float, place: _Place | None, count) -> list[Finding]:
+def _why_traced(seen: _Seen, place: _Place | None, count) -> tuple:   # cause, description, fix, code
     "Why the most often traced function is retraced."
     count_of = lambda f: f.experimental_get_tracing_count()
     mine = seen.watch.last.get(('call', place), (None,))[0]
     functions = [f for f in [*seen.watch.functions.values()] if count_of(f) > 2]
     function = mine if mine in functions else max(functions, key=count_of, default=None)
     changed = changed_arguments(function) if function is not None else {}
+    who = f'{_name(function)} is' if function is not None else 'functions are'
+    traced = f'{who} traced {count} times in {seen.seconds:.1f} s'
     if argument := _python_argument(changed):
         what, fix, change = argument
-        return [finding(
-            seen, 'retracing',
-            f'{_name(function)} is traced {count} times in {seen.seconds:.1f} s, because {what}; tracing '
-            f'takes {share:.0%} of the time', fix, share, place, change, left)]
-    what = f'{_name(function)} is' if function is not None else 'functions are'
-    return [finding(
-        seen, 'variable shapes',
-        f'{what} traced {count} times in {seen.seconds:.1f} s for arguments of other shapes; tracing '
-        f'takes {share:.0%} of the time',
-        f'{_FEW_SHAPES}, or one signature for all: '
-        'tf.function(reduce_retracing=True) or an input_signature with None',
-        share, place,
-        'dataset.padded_batch(size, padded_shapes=...)   # or bucket_by_sequence_length', left)]
+        return 'retracing', f'{traced}, because {what}', fix, change
+    return ('variable shapes', f'{traced} for arguments of other shapes',
+            f'{_FEW_SHAPES}, or one signature for all: tf.function(reduce_retracing=True) or an '
+            'input_signature with None',
+            'dataset.padded_batch(size, padded_shapes=...)   # or bucket_by_sequence_length')
 
 # %% ../../nbs/monitor/loop_rules.ipynb #d0a0f021
 def find_compiled_again(seen: _Seen) -> list[Finding]:
@@ -526,6 +520,8 @@ def _for_summaries(seen: _Seen, place: _Place) -> float:
                if at.file == place.file and at.line in lines)
 
 # %% ../../nbs/monitor/loop_rules.ipynb #b0a1001f
+_DOES = {'callback': 'a callback', 'save': 'saving', 'summary': 'writing summaries'}
+
 def find_beside(seen: _Seen) -> list[Finding]:
     "Callbacks, saving and summaries that delay steps."
     out = []
@@ -535,11 +531,11 @@ def find_beside(seen: _Seen) -> list[Finding]:
         place = next((p for p, _ in seen.places(kind)), None)
         if kind == 'summary' and place: share += _for_summaries(seen, place)
         names = Counter(l.callback for l in seen.looks if l.kind == kind and l.callback).most_common(1)
-        who = f'{names[0][0]} takes' if names else f'{kind} takes'
+        who = names[0][0] if names else _DOES[kind]
         if names and names[0][0] == 'ProgbarLogger': fix = 'verbose=2 in fit: a line for each epoch'
         if names and names[0][0] in ('TensorBoard',): cause, fix = 'summaries block', _BESIDE['summary'][1]
         if names and 'Checkpoint' in names[0][0]: cause, fix = _BESIDE['save']
-        out.append(finding(seen, cause, f'{who} {share:.0%} of the time', fix, share, place))
+        out.append(finding(seen, cause, f'{who} takes {share:.0%} of the time', fix, share, place))
     return out
 
 _DATA = 2**16   # bytes; smaller arrays are not data
@@ -620,7 +616,7 @@ def find_added_operations(seen: _Seen) -> list[Finding]:
     return [finding(
         seen, 'operations are added in the loop',
         f'the graph grows from {runs[0].rows:,} to {runs[-1].rows:,} operations in {seen.seconds:.1f} s; '
-        f'making them takes {making:.0%} of the time, and that runs start again after a change {lost:.0%}',
+        f'making them takes {making:.0%} of the time, and restarting the session after a change {lost:.0%}',
         'make every operation once, before the loop (graph.finalize() then shows what still adds one), and '
         'give it what changes through a placeholder', making + lost, place,
         'update = tf.compat.v1.assign(w, value)   # before the loop; session.run(update) in it')]
