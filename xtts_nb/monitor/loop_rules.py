@@ -255,8 +255,8 @@ def find_traces(seen: _Seen) -> list[Finding]:
     left = min(1., len(mine) * known / (share * seen.seconds))
     cause, what, fix, change = _why_traced(seen, place, len(traced) or 'many')
     if mine and new > .5 * len(mine):
-        cause, what = 'a new tf.function in each iteration', f'{new} functions are made and traced at this line'
-        what += f' in {seen.seconds:.1f} s'
+        cause = 'a new tf.function in each iteration'
+        what = f'{new} functions are made and traced at this line in {seen.seconds:.1f} s'
         fix = 'make the tf.function once, outside the loop, and give it what changes as an argument'
         change = '@tf.function\ndef step(x, what_changes): ...   # before the loop'
     return [finding(seen, cause, f'{what}; tracing takes {share:.0%} of the time', fix, share, place, change,
