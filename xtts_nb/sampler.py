@@ -518,7 +518,7 @@ def sample(self: Sampler) -> Sample:
     source = (s.error or '').partition(':')[0]
     if source and source not in self._reported:
         self._reported.add(source)
-        self.say(f'The sampler misses readings from here ({s.error}); it continues.')
+        self.say(f'Readings are missing from here on ({s.error}); sampling continues.')
     return s
 
 @patch
