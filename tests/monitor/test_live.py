@@ -90,7 +90,7 @@ def test_live_leaves_the_picture_when_the_block_or_the_probe_fails():
         it.sampler._thread.join(20)
         raise ZeroDivisionError
     assert view.figure is not None and view.summary['gaps'] == 2
-    assert sum('misses readings' in line for line in lines) == 1
+    assert sum('Readings are missing' in line for line in lines) == 1
 
 def test_an_arm_begins_with_a_sample_of_what_was_before():
     device, lines = EmulatedDevice(), []
