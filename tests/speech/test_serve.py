@@ -630,6 +630,8 @@ def test_requests_as_elevenlabs_has_them(client, toy, service):
         assert client.post(path.format(''), json=body).status_code == 400
     assert client.post(path.format('').replace('bert', 'carl'), json=asked).status_code == 404
     assert client.post(path.format('/with-timestamps'), json=asked).status_code == 400
+    bearer = {'Authorization': 'Bearer any'}
+    assert client.post(path.format(''), files={'voice_file': b'x'}, headers=bearer).status_code == 415
     until(lambda: not service.open)
 
 def test_the_client_of_elevenlabs(service, toy):

@@ -183,22 +183,10 @@ def _summary_lines(
 def _variant_lines(
     variants: dict,   # from `summarise_variants`
 ) -> list[str]:
-    "A sentence per variant and device, and the last variant's utilisation compared with the first."
-    lines, names = [], list(variants)
-    for name, devices in variants.items():
-        for label, d in devices.items():
-            if not d['samples']: continue
-            lines.append(f'{name}: {label} {d["mean"]:.0f} % busy, 95th percentile {d["p95"]:.0f} %, below '
-                         f'{_IDLE:.0f} % in {100 * d["idle_share"]:.0f} % of the samples, '
-                         f'coefficient of variation {d["variation"]:.2f}.')
-    if len(names) < 2: return lines
-    first, last = variants[names[0]], variants[names[-1]]
-    for label in first:
-        before, after = (d.get(label, {}).get('mean') for d in (first, last))
-        if before and after is not None:
-            lines.append(f'{label} is {after / before:.3g} times as busy in "{names[-1]}" as in '
-                         f'"{names[0]}".')
-    return lines
+    "A sentence per variant and device."
+    return [f'{name}: {label} {d["mean"]:.0f} % busy, 95th percentile {d["p95"]:.0f} %, below {_IDLE:.0f} % '
+            f'in {100 * d["idle_share"]:.0f} % of the samples, coefficient of variation {d["variation"]:.2f}.'
+            for name, devices in variants.items() for label, d in devices.items() if d['samples']]
 
 # %% ../../nbs/50_monitoring.ipynb #545e3069
 def _path(seconds, values, span: float) -> str:

@@ -728,6 +728,7 @@ def _elevenlabs_body(voice: str, query, **given) -> SpeechBody:
 
 async def _read_elevenlabs(request: Request, voice: str) -> SpeechBody:
     "A request in ElevenLabs' form; raises `ServiceError`."
+    if _is_form(request.headers): raise ServiceError(415, 'Send JSON here, as application/json.')
     try:
         given = json.loads(await _read_body(request))
         settings = given.get('voice_settings') or {}
