@@ -78,7 +78,7 @@ def test_a_broken_update_is_counted_and_its_clips_are_named(prepared, mini, tmp_
     assert lines[0]['bad'] == {'1': ids[1]} and lines[2]['bad'] == {'4': ids[4], '5': ids[5]}
     assert lines[2]['loss'] is None and math.isfinite(lines[0]['loss']) and math.isfinite(result['loss_last'])
     said = capsys.readouterr().err
-    assert all(f'Update {n} was left out' in said and ids[n][0] in said for n in ids)
+    assert all(f'Update {n} was skipped' in said and ids[n][0] in said for n in ids)
 
 def test_too_many_in_a_row_stop_with_the_last_good_state(prepared, mini, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, 'Trainer', type('All', (Broken,), {'at': tuple(range(2, 20))}))
