@@ -434,8 +434,8 @@ def listen(self: Speaker,
     reference,   # an audio file, samples, a list of these, or a `Voice`
 ) -> Voice:
     "The voice of the reference."
-    if isinstance(reference, Voice): return reference
-    references, xtts = reference if isinstance(reference, (list, tuple)) else [reference], self.xtts
+    if isinstance(reference, tuple): return reference   # a `Voice`
+    references, xtts = reference if isinstance(reference, list) else [reference], self.xtts
     if not references: raise UserError('There is no reference; give at least one recording of the voice.')
     wavs = _joined(self.read(references), int(_LEAST_SECONDS * xtts.config.model.audio.sample_rate))
     prompts = [xtts.gpt.conditioning(mel[None])[0] for mel in _reference_mels(xtts, wavs, self.speech)]
