@@ -28,7 +28,8 @@ def picture(
 
 def player(path: str | Path, label: str) -> str:
     "An audio file as an inline player."
-    data, kind = base64.b64encode(Path(path).read_bytes()).decode(), mimetypes.guess_type(path)[0]
+    data = base64.b64encode(Path(path).read_bytes()).decode()
+    kind = mimetypes.guess_type(path)[0] or 'audio/wav'   # browsers look at the data
     audio = f'<audio controls src="data:{kind};base64,{data}"></audio>'
     return f'<figure><figcaption>{html.escape(label)}</figcaption>{audio}</figure>'
 
