@@ -1,4 +1,4 @@
-"""Codes per second, and the time to the first sound, of coqui-tts beside our variants, at the released sizes.
+"""Codes per second, and the time to the first sound, of coqui-tts and of our variants, at the released sizes.
 
     python benchmarks/speech.py --coqui-python PYTHON
         --coqui-python PYTHON   of an environment with coqui-tts 0.28

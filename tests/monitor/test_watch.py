@@ -234,5 +234,5 @@ def test_a_step_is_judged_by_a_whole_batch():
 
 def test_datasets_that_take_turns_are_not_new():
     a, b = (tf.data.Dataset.range(n).cache() for n in (2, 3))
-    both, anew = passes([a, b] * 5), passes([tf.data.Dataset.range(2).cache() for _ in range(5)])
-    assert (both.sources, both.caches, anew.sources, anew.caches) == (2, 2, 5, 5)
+    both, fresh = passes([a, b] * 5), passes([tf.data.Dataset.range(2).cache() for _ in range(5)])
+    assert (both.sources, both.caches, fresh.sources, fresh.caches) == (2, 2, 5, 5)

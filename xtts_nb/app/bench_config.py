@@ -73,7 +73,7 @@ def start_training(
 ) -> OtherPython:
     "Training in a child process; the first call returns loss and start-up seconds."
     return OtherPython(sys.executable, _training_process, config=config.model_dump(), text=text, codes=codes,
-                folder=folder and str(folder), threads=threads, updates=updates, needs='this library')
+                       folder=folder and str(folder), threads=threads, updates=updates, needs='this library')
 
 def _medians(answers: list[dict], names: tuple, digits: int) -> dict:
     "The medians of a variant's answers; None where there is no number."

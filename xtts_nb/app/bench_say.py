@@ -123,7 +123,7 @@ def _say_speed(
 
     one = {name: tensor[:1] for name, tensor in eight.items()}
     variants = {name: partial(whole, name, speak, eight if name in _BATCHES else one)
-            for name, speak in _say_variants(config, gpts, codes).items()} | {'stream': in_pieces}
+                for name, speak in _say_variants(config, gpts, codes).items()} | {'stream': in_pieces}
     with ExitStack() as stack:
         found = others(eight['text'][0].numpy().tolist(), stack) if others else {}
         variants |= {name: partial(theirs, name, speak) for name, speak in found.items()}

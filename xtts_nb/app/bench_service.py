@@ -130,7 +130,7 @@ def _service_load(
     waves = {n: [] for n in clients}
     with (_served(SpeechService(engine, lambda: {'a': voice}, queue)) as port,
           OtherPython(sys.executable, _clients, needs='the clients', host='127.0.0.1', port=port, body=body,
-               book=book, rows=rows, waves=[clients[0], *turns]) as ask):
+                      book=book, rows=rows, waves=[clients[0], *turns]) as ask):
         ask()   # not counted
         for done, n in enumerate(turns, 1):
             waves[n].append(ask())

@@ -90,7 +90,7 @@ def plot_samples(
     samples,            # `Sample`s in order
     title: str = None,  # default: the devices' names
     marks=(),           # (time, name) pairs, as in `Sampler.marks`
-    variants=(),            # (time, name) of each variant's starts
+    variants=(),        # (time, name) of each variant's starts
     note: str = '',     # small text below
     losses=(),          # (seconds, loss) pairs, for a second panel
     phases: dict = {},  # noqa: B006 -- {phase: ms}, for a bar below it
@@ -205,7 +205,7 @@ def _band(name: str, begin: float, end: float, shade: str, span: float) -> str:
 
 def _field(
     curves: dict, behind: tuple,
-    variants=(),             # (name, begin, end, shade), s before now
+    variants=(),         # (name, begin, end, shade), s before now
     span: float = 60.,   # s shown
 ) -> str:
     "SVG of the device curves on a grid, above the grey one; variants are shaded and named."
@@ -277,7 +277,7 @@ def live_html(
     samples,              # `Sample`s in order; shows up to the last minute
     values: dict = {},    # noqa: B006 -- reported by the training
     elapsed: float = 0,   # s since the view started
-    variants=(),              # (time, name) of each variant's starts
+    variants=(),          # (time, name) of each variant's starts
 ) -> str:
     "A frame of the live view: training values, phases, curves, readings."
     if not samples: return '<i>waiting for the first sample</i>'

@@ -337,13 +337,14 @@ class SpeechService:
         private_lists: bool = False,    # require the key for lists of voices and models too
         say_as=str,                     # text -> spoken form, from `long.say_as`
     ):
-        from xtts_nb.speech.long import _detector
         _refuse_empty(key)
         self.engine, self.voices, self.queue, self.max_characters = engine, voices, queue, max_characters
         known = engine.speaker.xtts.tokenizer.languages
         if language and language not in (*known, 'auto'):
             raise UserError(f'The model has no language "{language}"; it has {", ".join(known)}.')
-        if language == 'auto' and len(known) > 1: _detector(known)   # a missing package shows at the start
+        if language == 'auto' and len(known) > 1:   # a missing package shows at the start
+            from xtts_nb.speech.long import _detector
+            _detector(known)
         self.language = language or ('en' if 'en' in known else known[0])
         self.key, self.wait, self.metrics = key and key.strip(), wait, _Metrics(engine)
         self.aliases, self.hosts = aliases or {}, {*hosts}
@@ -899,16 +900,15 @@ def _speech_app(
     body = {'requestBody': {'required': True, 'content': {
         'application/json': {'schema': schema}, 'multipart/form-data': {'schema': form}}}}
 
-    async def begin(request: Request, read) -> tuple:   # wanted, its sound, its pieces
+    async def begin(request: Request, wanted: SpeechBody) -> tuple:   # its sound, its pieces
         notes = request.scope['notes']
-        with service.arrival() if _is_form(request.headers) else nullcontext(): wanted = await read
         request.scope['place'].enter_context(service.place())
         notes['characters'] = len(wanted.input)
         if fresh := service.fresh_fields(wanted):
             log(f'Fields without effect, each listed once: {", ".join(fresh)}')
         voice, pieces = await service.check(wanted)
         rest = deque(zip(pieces, piece_seeds(wanted.seed)))
-        return wanted, service.sound(wanted, voice, rest, notes), pieces
+        return service.sound(wanted, voice, rest, notes), pieces
 
     def answer(wanted: SpeechBody, sound, kind: str) -> _SoundAnswer:
         return _SoundAnswer(sound, media_type=kind, headers={
@@ -916,7 +916,9 @@ def _speech_app(
 
     @app.post(_SPEECH, response_class=Response, openapi_extra=body)
     async def speech(request: Request):
-        wanted, sound, _ = await begin(request, _read_request(request))
+        with service.arrival() if _is_form(request.headers) else nullcontext():
+            wanted = await _read_request(request)
+        sound, _ = await begin(request, wanted)
         if wanted.stream_format == 'sse':
             return answer(wanted, _events(sound, wanted, request.scope['notes']), 'text/event-stream')
         return answer(wanted, sound, _FORMATS[wanted.response_format][0])
@@ -924,14 +926,14 @@ def _speech_app(
     @app.post(_ELEVENLABS + '{voice}', response_class=Response)
     @app.post(_ELEVENLABS + '{voice}/stream', response_class=Response)
     async def elevenlabs(request: Request, voice: str):
-        wanted, sound, _ = await begin(request, _read_elevenlabs(request, voice))
+        wanted = await _read_elevenlabs(request, voice)
+        sound, _ = await begin(request, wanted)
         return answer(wanted, sound, _FORMATS[wanted.response_format][0])
 
     @app.post(_ELEVENLABS + '{voice}/with-timestamps')
     async def timed(request: Request, voice: str):
         asked = await _read_elevenlabs(request, voice)
-        async def read(): return asked.model_copy(update={'response_format': 'wav'})
-        _, sound, pieces = await begin(request, read())
+        sound, pieces = await begin(request, asked.model_copy(update={'response_format': 'wav'}))
         async with aclosing(sound): wav = b''.join([part async for part in sound])
         language = pieces[0][0].language if pieces else service.language
         times = await run_sync(_timed, wav, asked.input, language)

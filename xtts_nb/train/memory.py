@@ -20,13 +20,13 @@ import tensorflow as tf
 
 from ..config import ModelConfig, setup_tf, UserError, XTTSConfig
 from ..devices import DevicePlan, _products_in_tf32
+from ..files import _available_memory
 from ..models.dvae import DVAE, parameter_count, without_values
 from ..models.gpt import GPT
 from ..models.xtts import forward_numbers, POLICIES
 from ..sampler import visible_cards
 from .finetune import make_update
 from .step import choose_xla, compile_step, _lacked_memory, random_batch, _writes_in_place
-from ..files import _available_memory
 
 # %% ../../nbs/train/memory.ipynb #69b85109
 @lru_cache
