@@ -252,6 +252,19 @@ def test_the_sound_that_is_due_first_is_made_first(speaker, monkeypatch):
     assert made == [1., 1., 2., 3.]
     engine.close()
 
+def test_later_sound_is_due_when_its_listener_runs_dry(endless, voices):
+    "And the first sound of a text takes a short chunk."
+    engine, dues = lone(endless), []
+    request = engine.submit('aa bb', 'en', voices[0])
+    making = request._making
+    request._making = lambda due: dues.append(due) or making(due)
+    sounds = list(request)
+    heard = sum(map(len, sounds[:-1])) / engine.sample_rate
+    assert len(sounds) > 1 and dues[0] == request.due and dues[-1] >= request.due + heard
+    short, chunk = map(len, request.stream.codes[:2])
+    assert short == engine.rows.first < engine.rows.chunk == chunk
+    engine.close()
+
 def test_an_engine_that_failed_is_restarted(speaker, voices, alone, monkeypatch):
     "Whatever was raised; with free rows, and nothing is compiled again."
     engine = lone(speaker)

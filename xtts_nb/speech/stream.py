@@ -157,12 +157,14 @@ class SpeechRows:
     def __init__(self,
         speaker: Speaker,
         rows: int = 1,
+        *,
         chunk: int = 16,                         # most codes between host synchronisations
+        first: int = 8,                          # most codes before a text's first sound
         widths: tuple[int, ...] = (64, 128),     # padded text lengths; the longest is added
         rings: tuple[int, ...] = (512,),         # ring sizes; the one for the longest text is added
     ):
         gpt, cfg = speaker.gpt, speaker.xtts.config.model.gpt
-        self.speaker, self.gpt, self.chunk = speaker, gpt, chunk
+        self.speaker, self.gpt, self.chunk, self.first = speaker, gpt, chunk, first
         self.widths = *(w for w in sorted(widths) if w < cfg.max_text_tokens), cfg.max_text_tokens
         self.fixed = cfg.prompt_latents + 3      # prefix positions besides its text
         most = self.fixed + cfg.max_text_tokens + speaker.max_codes
@@ -209,10 +211,11 @@ def admit(self: SpeechRows,
 # %% ../../nbs/speech/stream.ipynb #57e00012
 @patch
 def advance(self: SpeechRows,
-    limit: int | None = None,   # most codes; default: `chunk`
+    limit: int | None = None,   # most codes; default: `first` if a text has none yet, else `chunk`
 ) -> dict[int, tuple[Callable, bool]]:   # {row: (function -> samples (N,), ended)}
     "Generate the next codes of active rows; decode them in order. Ended rows become free."
-    limit, spoken = min(limit or self.chunk, self.chunk), {}
+    new = any(stream and not stream.made for stream in self.streams)
+    limit, spoken = min(limit or (self.first if new else self.chunk), self.chunk), {}
     places = [n + min(stream.made + limit, most)
               for n, most, stream in zip(self.needed, self.limits, self.streams) if stream]
     self.fit(max(places, default=0))
@@ -236,17 +239,15 @@ def sounds(self: SpeechRows,
     voice: Voice,
     sampling: Sampling | None = None,   # default: the speaker's settings
     speed: float = 1.,
-    first: int = 8,    # codes before the first sound
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
     "Stream the sound of one text; no other row may be active."
-    row, limit, ended = self.admit(ids, voice, sampling, speed), first, False
+    row, ended = self.admit(ids, voice, sampling, speed), False
     mine = self.streams[row]
     while not ended:
         if self.streams[row] is not mine:
             raise UserError('Another stream of this speaker began; read one to its end, or use an Engine.')
-        make, ended = self.advance(limit)[row]
+        make, ended = self.advance()[row]
         if len(wav := make()): yield wav
-        limit = self.chunk
 
 @patch
 def release(self: SpeechRows, row: int):
@@ -279,9 +280,11 @@ def stream(self: Speaker,
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
     "Stream the sound of `Speaker.__call__`, each piece as soon as its codes exist."
     ids, voice = self._ids(text, language), self.listen(reference)
-    if getattr(self, 'rows', None) is None or self.rows.chunk != chunk: self.rows = SpeechRows(self, 1, chunk)
+    rows = getattr(self, 'rows', None)
+    if not (rows and rows.chunk == chunk): self.rows = SpeechRows(self, chunk=chunk)
+    self.rows.first = first
     if not self.rows.free: self.rows.release(0)   # from a stream that was not exhausted
-    yield from self.rows.sounds(ids, voice, self._seeded(seed, 1), self.speech.speed, first)
+    yield from self.rows.sounds(ids, voice, self._seeded(seed, 1), self.speech.speed)
 
 # %% ../../nbs/speech/stream.ipynb #57e0aa02
 def stream_text(
@@ -441,9 +444,10 @@ class _SpeechRequest:
         speed: float,
         making: Callable,            # due -> context manager for decoding
         due: float,                  # deadline, monotonic clock
+        rate: int,                   # samples per second
     ):
         self.ids, self.voice, self.sampling, self.speed, self._making = ids, voice, sampling, speed, making
-        self.due, self.stream, self.cancelled = due, None, False
+        self.due, self.rate, self.stream, self.cancelled = due, rate, None, False
         self.started = False   # has left the queue
         self._parts = queue.SimpleQueue()
 
@@ -460,9 +464,12 @@ class _SpeechRequest:
         self._parts.put(None)
 
     def __iter__(self) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
+        due = self.due
         for make in self.parts():
-            with self._making(self.due): wav = make()
-            if len(wav): yield wav
+            with self._making(due): wav = make()
+            if not len(wav): continue
+            due = max(due, time.monotonic()) + len(wav) / self.rate   # heard until then
+            yield wav
 
     def cancel(self):
         "Cancel; frees the row at the next chunk."
@@ -539,9 +546,10 @@ class Engine:
     "Speaks the texts of many callers as rows of one batch, in a separate thread."
     def __init__(self, speaker: Speaker, rows: int = 8, chunk: int = 16, widths: tuple[int, ...] = (64, 128)):
         self.speaker, self.sample_rate = speaker, speaker.sample_rate
-        self.rows, self._waiting, self._speaking = SpeechRows(speaker, rows, chunk, widths), [], {}
+        self.rows = SpeechRows(speaker, rows, chunk=chunk, widths=widths)
+        self._waiting, self._speaking = [], {}
         self._changed, self._turn = threading.Condition(), threading.Condition()
-        self._makers, self._sounding, self._cores = [], 0, cores()   # waiting and active decoders
+        self._makers, self._sounding, self._decoders = [], 0, max(1, cores() // 2)   # waiting and active
         self._start()
 
     def _start(self):
@@ -568,10 +576,10 @@ class Engine:
 
     @contextmanager
     def _making(self, due: float):
-        "Context manager for decoding: one per core, earliest deadline first."
+        "Context manager for decoding: one call for two cores, which each call uses, earliest deadline first."
         with self._turn:
             self._makers.append(me := [due])
-            self._turn.wait_for(lambda: self._sounding < self._cores and me is min(self._makers))
+            self._turn.wait_for(lambda: self._sounding < self._decoders and me is min(self._makers))
             self._makers.remove(me)
             self._sounding += 1
             self._turn.notify_all()
@@ -643,7 +651,7 @@ def _queue(self: Engine, text, language, voice, sampling, speed, due) -> _Speech
     ids = self.speaker._ids(text, language)
     most = _code_limit(self.speaker, len(ids), language)
     request = _SpeechRequest(ids, voice, sampling._replace(limit=min(most, sampling.limit or most)),
-                             speed or self.speaker.speech.speed, self._making, due)
+                             speed or self.speaker.speech.speed, self._making, due, self.sample_rate)
     with self._changed:
         if self._closed: raise EngineClosed('The engine is closed; start another.')
         self._waiting.append(request)
