@@ -2731,6 +2731,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.speech.stream.Engine._call': ( 'speech/stream.html#engine._call',
                                                                                'xtts_nb/speech/stream.py'),
                                        'xtts_nb.speech.stream.Engine._end': ('speech/stream.html#engine._end', 'xtts_nb/speech/stream.py'),
+                                       'xtts_nb.speech.stream.Engine._first_codes': ( 'speech/stream.html#engine._first_codes',
+                                                                                      'xtts_nb/speech/stream.py'),
                                        'xtts_nb.speech.stream.Engine._hand_on': ( 'speech/stream.html#engine._hand_on',
                                                                                   'xtts_nb/speech/stream.py'),
                                        'xtts_nb.speech.stream.Engine._making': ( 'speech/stream.html#engine._making',

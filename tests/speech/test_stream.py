@@ -248,8 +248,13 @@ def test_the_sound_that_is_due_first_is_made_first(speaker, monkeypatch):
     with engine._making(9.):
         for thread in threads: thread.start()
         while len(engine._makers) < 4: time.sleep(0.002)
-    for thread in threads: thread.join(10)
-    assert made == [1., 1., 2., 3.]
+        new = engine._first_codes([SimpleNamespace(due=2.)])
+        new.__enter__()
+    for thread in threads[1:]: thread.join(10)
+    assert made == [1., 1., 2.]
+    new.__exit__(None, None, None)
+    threads[0].join(10)
+    assert made[-1] == 3.
     engine.close()
 
 def test_later_sound_is_due_when_its_listener_runs_dry(endless, voices):

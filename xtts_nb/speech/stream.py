@@ -535,8 +535,8 @@ def _admissible(
     free: int,           # rows
     rows: int,           # in all
 ) -> int:
-    "Number of texts to admit; one row in eight stays free while no listener runs out of sound."
-    soon = sum(due < time.monotonic() + _PATIENCE for due in dues)   # new, or listener without sound
+    "Number of texts to admit; later pieces leave one row in eight free for new texts."
+    soon = sum(due <= time.monotonic() for due in dues)   # new, or its listener has waited for `_PATIENCE`
     return min(free, max(soon, min(len(dues), free - rows // 8)))
 
 # %% ../../nbs/speech/stream.ipynb #57e00018
@@ -550,6 +550,7 @@ class Engine:
         self._waiting, self._speaking = [], {}
         self._changed, self._turn = threading.Condition(), threading.Condition()
         self._makers, self._sounding, self._decoders = [], 0, max(1, cores() // 2)   # waiting and active
+        self._new = np.inf   # while a round generates first codes: when the first of these texts is due
         self._start()
 
     def _start(self):
@@ -579,7 +580,8 @@ class Engine:
         "Context manager for decoding: one call for two cores, which each call uses, earliest deadline first."
         with self._turn:
             self._makers.append(me := [due])
-            self._turn.wait_for(lambda: self._sounding < self._decoders and me is min(self._makers))
+            self._turn.wait_for(lambda: (self._sounding < self._decoders and me is min(self._makers)
+                                         and due <= self._new))
             self._makers.remove(me)
             self._sounding += 1
             self._turn.notify_all()
@@ -588,6 +590,16 @@ class Engine:
         finally:
             with self._turn:
                 self._sounding -= 1
+                self._turn.notify_all()
+
+    @contextmanager
+    def _first_codes(self, texts: list):
+        "Context manager for a round that admits texts: sound that is due after them waits for its end."
+        self._new = min((text.due for text in texts), default=np.inf)
+        try: yield
+        finally:
+            with self._turn:
+                self._new = np.inf
                 self._turn.notify_all()
 
     @property
@@ -665,7 +677,7 @@ def _run(self: Engine):
     failure = EngineClosed('The engine was closed before the text was complete; submit it to another.')
     try:
         while (admitted := self._next()) is not None:
-            with self._call('round'):
+            with self._first_codes(admitted), self._call('round'):
                 self._admit(admitted)
                 spoken = self.rows.advance()
             self._hand_on(spoken)
