@@ -30,11 +30,10 @@ from typing import Literal
 
 import numpy as np
 import pydantic
-import soundfile
 from fastcore.basics import patch
 
 from ..config import UserError
-from ..data.audio import load_audio, open_audio, _pcm16
+from ..data.audio import load_audio, open_audio, _pcm16, _wav_header
 from ..data.sentences import _CLAUSE, _SENTENCE, break_places
 from ..files import _listener, _raise_file_limit
 
@@ -540,11 +539,12 @@ async def sound(self: SpeechService,
     rest: deque,      # of pieces from `check`, each with its seed
     notes: dict,      # `began`: time of the request; receives `first`: seconds to first sound
     more=None,        # async: waits for a piece in `rest`; false at the end
+    whole=False,      # all bytes at the end
 ) -> AsyncIterator[bytes]:
     "Stream the sound of a request; an error before the first bytes can still become a status."
     rate, live, began = self.engine.sample_rate, deque(), notes['began']
     speed, kind = wanted.speed or self.engine.speaker.speech.speed, wanted.response_format
-    known = not more and len(rest) < 2 and not any(streams for (_, streams), _ in rest)
+    known = whole or not more and len(rest) < 2 and not any(streams for (_, streams), _ in rest)
     writer = Encoder(kind, rate, wanted.sample_rate, kind == 'flac' or known and kind != 'pcm')
     sent, ends, overdue, timer = 0, 0., False, None   # ends: when the client has played all it received
 
@@ -556,7 +556,8 @@ async def sound(self: SpeechService,
 
     try:
         while True:
-            self._submit(live, rest, wanted, voice, heard() if sent else None)
+            hears = live or ends > time.monotonic()   # else it is silent: as for a new text
+            self._submit(live, rest, wanted, voice, heard() if sent and hears else None)
             if not live:
                 if not (more and await more()): break
                 if not sent: began = time.monotonic()   # no speech before
@@ -564,6 +565,7 @@ async def sound(self: SpeechService,
             if not (sent or timer):
                 timer = asyncio.get_running_loop().call_later(self.wait, give_up, live[0][0])
             utterance, piece, _ = live[0]
+            if sent: utterance.heard = heard()
             sounds, samples = iter(utterance), 0
             pause = round(piece.pause / speed * rate) if rest or more or len(live) > 1 else 0
             while samples is not None:
@@ -742,7 +744,7 @@ async def _read_elevenlabs(request: Request, voice: str) -> SpeechBody:
 def _timed(sound: bytes, text: str, language: str) -> dict:
     "When each character is said, in ElevenLabs' form; raises `UserError`."
     from xtts_nb.speech.subtitles import timed_words
-    with tempfile.NamedTemporaryFile(suffix='.wav') as file:
+    with tempfile.NamedTemporaryFile() as file:
         file.write(sound)
         file.flush()
         words = timed_words(file.name, [text], language)
@@ -753,12 +755,6 @@ def _timed(sound: bytes, text: str, language: str) -> dict:
     times = np.interp(range(len(text) + 1), *zip(*edges)).round(3).tolist()
     return {'characters': [*text], 'character_start_times_seconds': times[:-1],
             'character_end_times_seconds': times[1:]}
-
-def _encoded(sound: bytes, wanted: SpeechBody) -> bytes:
-    "A WAV file in the wanted format."
-    wav, rate = soundfile.read(io.BytesIO(sound), dtype='float32')
-    writer = Encoder(wanted.response_format, rate, wanted.sample_rate, whole=wanted.response_format != 'pcm')
-    return writer.write(wav) + writer.end()
 
 async def _speak_stream(service: SpeechService, socket: WebSocket, voice: str):
     "Speak the text of a WebSocket as it arrives."
@@ -900,7 +896,7 @@ def _speech_app(
     body = {'requestBody': {'required': True, 'content': {
         'application/json': {'schema': schema}, 'multipart/form-data': {'schema': form}}}}
 
-    async def begin(request: Request, wanted: SpeechBody) -> tuple:   # its sound, its pieces
+    async def begin(request: Request, wanted: SpeechBody, whole=False) -> tuple:   # its sound, its pieces
         notes = request.scope['notes']
         request.scope['place'].enter_context(service.place())
         notes['characters'] = len(wanted.input)
@@ -908,7 +904,7 @@ def _speech_app(
             log(f'Fields without effect, each listed once: {", ".join(fresh)}')
         voice, pieces = await service.check(wanted)
         rest = deque(zip(pieces, piece_seeds(wanted.seed)))
-        return service.sound(wanted, voice, rest, notes), pieces
+        return service.sound(wanted, voice, rest, notes, whole=whole), pieces
 
     def answer(wanted: SpeechBody, sound, kind: str) -> _SoundAnswer:
         return _SoundAnswer(sound, media_type=kind, headers={
@@ -933,12 +929,17 @@ def _speech_app(
     @app.post(_ELEVENLABS + '{voice}/with-timestamps')
     async def timed(request: Request, voice: str):
         asked = await _read_elevenlabs(request, voice)
-        sound, pieces = await begin(request, asked.model_copy(update={'response_format': 'wav'}))
-        async with aclosing(sound): wav = b''.join([part async for part in sound])
+        sound, pieces = await begin(request, asked, whole=True)
         language = pieces[0][0].language if pieces else service.language
-        times = await run_sync(_timed, wav, asked.input, language)
-        audio = base64.b64encode(await run_sync(_encoded, wav, asked)).decode()
-        return {'audio_base64': audio, 'alignment': times, 'normalized_alignment': times}
+
+        async def whole():   # streamed, since that ends when the client has gone
+            async with aclosing(sound): audio = b''.join([part async for part in sound])
+            head = _wav_header(asked.sample_rate, len(audio)) if asked.response_format == 'pcm' else b''
+            times = await run_sync(_timed, head + audio, asked.input, language)
+            yield json.dumps({'audio_base64': base64.b64encode(audio).decode(), 'alignment': times,
+                              'normalized_alignment': times}).encode()
+
+        return answer(asked, whole(), 'application/json')
 
     @app.websocket(_ELEVENLABS + '{voice}/stream-input')
     async def text_stream(socket: WebSocket, voice: str): await _speak_stream(service, socket, voice)

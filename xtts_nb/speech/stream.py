@@ -215,7 +215,7 @@ def advance(self: SpeechRows,
 ) -> dict[int, tuple[Callable, bool]]:   # {row: (function -> samples (N,), ended)}
     "Generate the next codes of active rows; decode them in order. Ended rows become free."
     new = any(stream and not stream.made for stream in self.streams)
-    limit, spoken = min(limit or (self.first if new else self.chunk), self.chunk), {}
+    limit, spoken = min(limit or new and self.first or self.chunk, self.chunk), {}
     places = [n + min(stream.made + limit, most)
               for n, most, stream in zip(self.needed, self.limits, self.streams) if stream]
     self.fit(max(places, default=0))
@@ -436,6 +436,7 @@ class EngineClosed(UserError):
 class _SpeechRequest:
     "A text in an engine; iterating over it decodes its sound in the iterating thread."
     report = ()   # of the guard, as in `_GuardedRequest`
+    heard = None  # when the listener has heard what precedes it
 
     def __init__(self,
         ids: list[int],
@@ -464,7 +465,7 @@ class _SpeechRequest:
         self._parts.put(None)
 
     def __iter__(self) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
-        due = self.due
+        due = self.heard or self.due
         for make in self.parts():
             with self._making(due): wav = make()
             if not len(wav): continue
@@ -479,6 +480,8 @@ class _SpeechRequest:
 # %% ../../nbs/speech/stream.ipynb #57e0001e
 class _GuardedRequest:
     "A `_SpeechRequest` that is checked, and retried if faulty, before it sounds."
+    heard = None   # as in `_SpeechRequest`
+
     def __init__(self,
         submit,             # sampling -> `_SpeechRequest`
         speaker: Speaker,
@@ -524,7 +527,8 @@ def __iter__(self: _GuardedRequest) -> Iterator[np.ndarray]:   # samples (N,) fl
     if best is None: return
     codes, states, kept, self.report = _settled(first[-1], *best)
     stream = _SoundStream(self.speaker, self.request.voice, self.request.speed)
-    with self.request._making(self.request.due): wav = stream.feed(codes[:kept], states[:kept + 1], True)
+    due = self.heard or self.request.due
+    with self.request._making(due): wav = stream.feed(codes[:kept], states[:kept + 1], True)
     if len(wav): yield wav
 
 # %% ../../nbs/speech/stream.ipynb #aab80fb5
@@ -549,8 +553,9 @@ class Engine:
         self.rows = SpeechRows(speaker, rows, chunk=chunk, widths=widths)
         self._waiting, self._speaking = [], {}
         self._changed, self._turn = threading.Condition(), threading.Condition()
-        self._makers, self._sounding, self._decoders = [], 0, max(1, cores() // 2)   # waiting and active
-        self._new = np.inf   # while a round generates first codes: when the first of these texts is due
+        self._makers, self._sounding = [], 0   # waiting and active decoders
+        self._decoders = max(1, cores() // 2) if speaker.decoder else cores()
+        self._urgent = np.inf   # only sound that is due before is decoded
         self._start()
 
     def _start(self):
@@ -577,12 +582,12 @@ class Engine:
 
     @contextmanager
     def _making(self, due: float):
-        "Context manager for decoding: one call for two cores, which each call uses, earliest deadline first."
+        "Context manager for decoding: some at once, earliest deadline first."
         with self._turn:
             self._makers.append(me := [due])
-            self._turn.wait_for(lambda: (self._sounding < self._decoders and me is min(self._makers)
-                                         and due <= self._new))
-            self._makers.remove(me)
+            try: self._turn.wait_for(lambda: (self._sounding < self._decoders and me is min(self._makers)
+                                              and due <= self._urgent))
+            finally: self._makers.remove(me)
             self._sounding += 1
             self._turn.notify_all()
         try:
@@ -592,15 +597,11 @@ class Engine:
                 self._sounding -= 1
                 self._turn.notify_all()
 
-    @contextmanager
-    def _first_codes(self, texts: list):
-        "Context manager for a round that admits texts: sound that is due after them waits for its end."
-        self._new = min((text.due for text in texts), default=np.inf)
-        try: yield
-        finally:
-            with self._turn:
-                self._new = np.inf
-                self._turn.notify_all()
+    def _decode_until(self, due: float):
+        "Let only sound be decoded that is due before."
+        with self._turn:
+            self._urgent = due
+            self._turn.notify_all()
 
     @property
     def calls(self) -> int: return len(self._calls)   # running TensorFlow calls
@@ -677,16 +678,21 @@ def _run(self: Engine):
     failure = EngineClosed('The engine was closed before the text was complete; submit it to another.')
     try:
         while (admitted := self._next()) is not None:
-            with self._first_codes(admitted), self._call('round'):
+            now = time.monotonic()
+            if any(text.due <= now for text in admitted):   # other sound waits, unless it is needed earlier
+                self._decode_until(now + self._took['round'])
+            with self._call('round'):
                 self._admit(admitted)
                 spoken = self.rows.advance()
             self._hand_on(spoken)
+            self._decode_until(np.inf)
     except BaseException as error: failure = self.failed = error   # do not let callers wait forever
     self._end(failure)
 
 @patch
 def _end(self: Engine, failure: BaseException):
     "Stop; waiting texts raise `failure`."
+    self._decode_until(np.inf)
     with self._changed:
         self._closed = True
         for text in (*self._speaking.values(), *self._begun, *self._waiting): text._parts.put(failure)
