@@ -565,7 +565,6 @@ async def sound(self: SpeechService,
             if not (sent or timer):
                 timer = asyncio.get_running_loop().call_later(self.wait, give_up, live[0][0])
             utterance, piece, _ = live[0]
-            if sent: utterance.heard = heard()
             sounds, samples = iter(utterance), 0
             pause = round(piece.pause / speed * rate) if rest or more or len(live) > 1 else 0
             while samples is not None:

@@ -436,7 +436,6 @@ class EngineClosed(UserError):
 class _SpeechRequest:
     "A text in an engine; iterating over it decodes its sound in the iterating thread."
     report = ()   # of the guard, as in `_GuardedRequest`
-    heard = None  # when the listener has heard what precedes it
 
     def __init__(self,
         ids: list[int],
@@ -465,7 +464,7 @@ class _SpeechRequest:
         self._parts.put(None)
 
     def __iter__(self) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
-        due = self.heard or self.due
+        due = self.due
         for make in self.parts():
             with self._making(due): wav = make()
             if not len(wav): continue
@@ -480,8 +479,6 @@ class _SpeechRequest:
 # %% ../../nbs/speech/stream.ipynb #57e0001e
 class _GuardedRequest:
     "A `_SpeechRequest` that is checked, and retried if faulty, before it sounds."
-    heard = None   # as in `_SpeechRequest`
-
     def __init__(self,
         submit,             # sampling -> `_SpeechRequest`
         speaker: Speaker,
@@ -527,8 +524,7 @@ def __iter__(self: _GuardedRequest) -> Iterator[np.ndarray]:   # samples (N,) fl
     if best is None: return
     codes, states, kept, self.report = _settled(first[-1], *best)
     stream = _SoundStream(self.speaker, self.request.voice, self.request.speed)
-    due = self.heard or self.request.due
-    with self.request._making(due): wav = stream.feed(codes[:kept], states[:kept + 1], True)
+    with self.request._making(self.request.due): wav = stream.feed(codes[:kept], states[:kept + 1], True)
     if len(wav): yield wav
 
 # %% ../../nbs/speech/stream.ipynb #aab80fb5
@@ -676,11 +672,12 @@ def _queue(self: Engine, text, language, voice, sampling, speed, due) -> _Speech
 def _run(self: Engine):
     "The thread's loop: admit, advance, hand on, until closed."
     failure = EngineClosed('The engine was closed before the text was complete; submit it to another.')
+    alone = False   # the round has the cores for itself
     try:
         while (admitted := self._next()) is not None:
             now = time.monotonic()
-            if any(text.due <= now for text in admitted):   # other sound waits, unless it is needed earlier
-                self._decode_until(now + self._took['round'])
+            alone = not alone and any(text.due <= now for text in admitted)   # never twice in a row
+            if alone: self._decode_until(now + self._took['round'])   # other sound waits, unless due earlier
             with self._call('round'):
                 self._admit(admitted)
                 spoken = self.rows.advance()
