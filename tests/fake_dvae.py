@@ -15,7 +15,8 @@ class Fake:
     def encode(self, mel):
         return tf.cast(tf.clip_by_value(tf.reduce_mean(mel, -1)[:, ::4] * -2 * self.gain, 0, 31), tf.int32)
     def save(self, path):
-        safetensors.numpy.save_file({'gain': np.float32([self.gain]), 'mel_stats': self.mel_stats}, path)
+        values = {'gain': np.float32([self.gain]), 'mel_stats': self.mel_stats}
+        path.write_bytes(safetensors.numpy.save(values))
     @classmethod
     def load(cls, path, config):
         values = safetensors.numpy.load_file(path)

@@ -147,7 +147,8 @@ class Loudness:
         "The codes of log-mels (B, F, 80)."
         return tf.cast(tf.clip_by_value(tf.reduce_mean(mel, -1)[:, ::4] * -20, 0, 255), tf.int32)
 
-    def save(self, path: str | Path): safetensors.numpy.save_file({'mel_stats': self.mel_stats}, path)
+    def save(self, path: str | Path):   # by no `save_file`, whose own temporary file outlives a kill
+        Path(path).write_bytes(safetensors.numpy.save({'mel_stats': self.mel_stats}))
 
     @classmethod
     def load(cls, path: str | Path, config: XTTSConfig): return cls()
